@@ -42,9 +42,20 @@ _ALWAYS, _PERHAPS, _NEVER = range(3)
 _KINDS: dict[Any, int] = {}
 
 
+def needs_graph(function: Callable[..., Any]) -> bool:
+    """Whether a function is one of `GRAPH`."""
+    try:
+        return function in GRAPH
+    except TypeError:  # a method of native code
+        return False
+
+
 def may_change(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Whether a function may change a tensor that it is given."""
-    kind = _KINDS.get(function)
+    try:
+        kind = _KINDS.get(function)
+    except TypeError:  # a method of native code
+        return True
     if kind is None:
         kind = _KINDS[function] = _kind(function)
     if kind == _NEVER:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from daceml_train.frontends.torch.recursion import cells, columns
 from daceml_train.frontends.torch.recursion.arguments import joined_type, laziness, lazy_values, name_of
-from daceml_train.frontends.torch.recursion.effects import GRAPH, Held, may_change
+from daceml_train.frontends.torch.recursion.effects import Held, may_change, needs_graph
 from daceml_train.frontends.torch.recursion.forest import Forest, gathered, rows
 from daceml_train.frontends.torch.recursion.lazy import (
     Lazy,
@@ -130,7 +130,7 @@ class Recorder(TorchFunctionMode):
             return self._now(state, function, args, kwargs)
         if peek_interpreter_stack() is not None:  # within `torch.func`, whose values are not those of this level
             return function(*known(args), **known(kwargs))
-        if function in GRAPH:
+        if needs_graph(function):
             if state & 1:
                 self.abandon(f"{name_of(function)} {cells.EFFECT}")
             return function(*known(args), **known(kwargs))
@@ -176,10 +176,10 @@ class Recorder(TorchFunctionMode):
 
     def _record(self, run: Run, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at, inputs = run.at, len(run.inputs)
-        if function in SCALED:
-            args = with_data(at, function, args)
         before = run.height, run.stage
         try:
+            if function in SCALED:
+                args = with_data(at, function, args)
             key = (function, torch.is_grad_enabled(), *[self._encode(run, a) for a in args])
             if kwargs:
                 key = (*key, self._encode(run, kwargs))
