@@ -107,7 +107,7 @@ def test_the_key_is_the_same_in_every_process() -> None:
         ("fusing: simplify()", "no level is called 'fusing'; known: forward, distribution, intra_operator"),
         (
             "fusion: fuse_elementwise(limits=3)",
-            "fuse_elementwise has no option 'limits', did you mean 'limit'?; it has: limit: int",
+            "fuse_elementwise has no option 'limits', did you mean 'limit'?; it has: limit: int, repeated: int",
         ),
         ("fusion: simplify(deep=True)", "simplify has no option 'deep'; it has: none"),
         ("fusion: fuse_elementwise(limit=0.5)", "option limit of fuse_elementwise is int, given 0.5"),
