@@ -5,13 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from daceml_train.errors import Invalid
 from daceml_train.tensor import DType
-
-if TYPE_CHECKING:
-    from daceml_train.expressions.term import Term
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -66,8 +63,8 @@ default_float = [DType.float32]
 """The type that integers become in floating-point functions: that of the trace in progress is the last."""
 
 
-def common(terms: Iterable[Term], floating: bool = False) -> DType | None:
-    """The element type that operands are cast to; None if all are numbers."""
+def common(terms: Iterable[Any], floating: bool = False) -> DType | None:
+    """The element type that terms are cast to as operands; None if all are numbers."""
     found: DType | None = None
     weak_float = False
     for term in terms:

@@ -197,7 +197,8 @@ def expression(function: Callable[..., Any]) -> Callable[..., Any]:
     def program_of(*arguments: Any, **keywords: Any) -> Program:
         return _program(function, *_bound(function, arguments, keywords))
 
-    call.__code__ = call.__code__.replace(co_name=function.__name__)  # tracers tell functions apart by their code
+    code: Any = call
+    code.__code__ = code.__code__.replace(co_name=function.__name__)  # tracers tell functions apart by their code
     call.program = program_of  # type: ignore[attr-defined]
     call.reference = functools.partial(reference, function)  # type: ignore[attr-defined]
     return torch.compiler.allow_in_graph(call)  # type: ignore[no-any-return]
