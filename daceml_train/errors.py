@@ -54,6 +54,17 @@ class Refused(DacemlError):
     """A transformation or lowering does not apply; the message names the node that prevents it."""
 
 
+class PassFailed(Invalid):
+    """A pass raised an error, or returned a graph that is not valid; the message names the pass.
+
+    `ours` says whether this package defines the pass.
+    """
+
+    def __init__(self, message: str, *, ours: bool, where: str = "", advice: str = "") -> None:
+        self.ours = ours
+        super().__init__(message, where=where, advice=advice)
+
+
 class CompilerError(DacemlError):
     """The native compiler is missing or failed; its output is in the message."""
 
@@ -96,7 +107,8 @@ class OutOfMemory(DacemlError):
 
 INTERNAL = "internal error"
 """The prefix of the reason for running something in PyTorch when the cause is a defect of this package."""
-_EXPECTED = (Unsupported, BudgetInfeasible, DeviceMismatch, CompilerError, OutOfMemory)
+EXPECTED = (Unsupported, BudgetInfeasible, DeviceMismatch, CompilerError, OutOfMemory)
+"""Errors that concern what the user asks for, or the machine."""
 
 
 def internal(error: BaseException) -> bool:
@@ -104,7 +116,9 @@ def internal(error: BaseException) -> bool:
 
     PyTorch accepted the program, so `Invalid` and `Refused` concern this package's graphs, not the user's arguments.
     """
-    return isinstance(error, Rejected) or not isinstance(error, _EXPECTED)
+    if isinstance(error, PassFailed):
+        return error.ours
+    return isinstance(error, Rejected) or not isinstance(error, EXPECTED)
 
 
 def why(error: BaseException) -> str:

@@ -88,7 +88,6 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     ),
     "capture: a graph of ATen operators with symbolic sizes": (
         "torch._C.DisableTorchFunction",
-        "torch._C.DispatchKey",
         "torch._C.ScriptFunction",
         "torch._C.ScriptMethod",
         "torch._C._dispatch_has_kernel_for_dispatch_key",
@@ -148,6 +147,9 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch.distributed.fsdp._fully_shard._fsdp_state._get_module_fsdp_state",
     ),
     "running: autograd, versions of tensors, hooks, results without a copy": (
+        "torch._C.DispatchKey.ADInplaceOrView",
+        "torch._C.DispatchKeySet",
+        "torch._C._ExcludeDispatchKeyGuard",
         "torch._C._autograd._get_current_graph_task_keep_graph",
         "torch._C._autograd._profiler_enabled",
         "torch._C._autograd._top_saved_tensors_default_hooks",

@@ -295,20 +295,25 @@ def _call(
             _note_arguments(error, state, arguments, keywords)
             raise
         result = _as_pytorch(module, state, source, error, arguments, keywords)  # TorchDynamo stumbled over user code
+    finally:
+        _keep_notes(state.backend)
     if state.backend.graphs != graphs:
         state.forwards = forwards_of(original(module).modules())
         if logs.speaks(logs.GUARDS):
             _log_guards(state, name)
-    for note in absent_gradients.traces.noted():
-        state.backend.note(note)
-    known = state.backend.graph_breaks
-    known += [note for note in graph_breaks.traces.noted() if note not in known]
     if not state.worked:
         state.worked = describe((*arguments, *keywords.values()))
         if not state.backend.graphs:
             where = f"{state.source.__name__}.{name}"
             state.backend.break_off(f"TorchDynamo found nothing that it can compile in {where}")
     return result
+
+
+def _keep_notes(backend: Backend) -> None:
+    """Keep what was noted while this module was traced, also in a call that raised: the next one may be another's."""
+    for note in absent_gradients.traces.noted():
+        backend.note(note)
+    backend.graph_breaks += [n for n in graph_breaks.traces.noted() if n not in backend.graph_breaks]
 
 
 def _gives_up(module: torch.nn.Module, state: ModuleState, name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from daceml_train.expressions.term import Axis, Term, apply, at, constant, number
+from daceml_train.expressions.term import Axis, Term, apply, at, children, constant, number
 
 Map = dict[Axis | None, int]
 """Axis -> coefficient; None -> the constant. Axes are in the order of first use: texts must not depend on hashes."""
@@ -49,14 +49,17 @@ def of_map(coefficients: Mapping[Axis | None, int]) -> Term:
 def interval(term: Term) -> Interval | None:
     """The least and the greatest value of an index expression; None where it depends on data.
 
-    The range of an affine map is exact; other expressions combine the ranges of their operands.
+    The range of an affine map is exact; other expressions combine the ranges of their operands. It is 0..-1 where an
+    axis has no index, so that nothing is read.
     """
+    if any(t.axis is not None and t.axis.size == 0 for t in children(term)):
+        return 0, -1
     coefficients = affine(term)
     if coefficients is not None:
         low = high = coefficients.get(None, 0)
         for axis, c in coefficients.items():
             if axis is not None:
-                end = c * max(0, axis.size - 1)
+                end = c * (axis.size - 1)
                 low, high = low + min(0, end), high + max(0, end)
         return low, high
     parts = [interval(a) for a in term.args]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
-from daceml_train.expressions import term as terms
-from daceml_train.expressions.term import Term, apply, cast, lift
+from daceml_train.expressions.promotion import FLOATS, common, default_float
+from daceml_train.expressions.term import Term, apply, cast, lift, node
 from daceml_train.ops.elementwise import TABLE, Elementwise
 
 _ALIASES = {
@@ -27,7 +28,7 @@ def _function(kind: str) -> Any:
             return apply(kind, *operands)
         arrays = [np.asarray(v) for v in operands]
         numeric = arrays[1:] if kind == "where" else arrays
-        dtype = np.result_type(*numeric) if kind not in terms.FLOATS else np.result_type(*numeric, np.float16)
+        dtype = np.result_type(*numeric) if kind not in FLOATS else np.result_type(*numeric, np.float16)
         cast_to = [a.astype(dtype) for a in numeric]
         return Elementwise(kind).evaluate(*([arrays[0], *cast_to] if kind == "where" else cast_to))[0][()]
 
@@ -42,8 +43,20 @@ FORMULAS: dict[str, Any] = {**FUNCTIONS, **{name: FUNCTIONS[kind] for name, kind
 """The names that formulas of `ops.elementwise` use."""
 
 
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    """A choice. A number that is chosen at once has the type of both branches, too."""
+    result = apply("where", condition, a, b) if any(isinstance(v, Term) for v in (a, b)) else None
+    if result is None:
+        return FORMULAS["where"](condition, a, b)
+    dtype = common(map(lift, (a, b)))
+    return node("cast", (result,), dtype) if result.op == "number" and dtype is not None else result
+
+
+FUNCTIONS["where"] = functools.update_wrapper(_where, FUNCTIONS["where"])
+
+
 def to_float(value: Any) -> Any:
     """An index, an integer or a condition as a number of the expression's floating-point type."""
     if isinstance(value, Term):
-        return cast(lift(value), terms._default_float[-1])
+        return cast(lift(value), default_float[-1])
     return float(value)

@@ -10,7 +10,8 @@ from typing import Any
 
 from daceml_train.errors import Invalid
 from daceml_train.expressions.program import Stage
-from daceml_train.expressions.term import Axis, at, location
+from daceml_train.expressions.promotion import location
+from daceml_train.expressions.term import Axis, at
 
 
 class Frame:

@@ -150,7 +150,7 @@ class Lowering:
             dim = next(d for d, a in enumerate(domain) if a is term.axis)
             return self.builder.emit(make("iota", shape=shape, dim=dim, dtype=DType.int64))[0]
         if term.op == "number":
-            dtype = DType.float32 if isinstance(term.value, float) else DType.int64
+            dtype = DType.float64 if isinstance(term.value, float) else DType.int64  # exact: what reads it has a type
             return self.number(term.value, DType.bool if isinstance(term.value, bool) else dtype, rank)
         if term.op == "load":
             return self.load(term, domain, memo)

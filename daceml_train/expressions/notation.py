@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from daceml_train.errors import Invalid, Unsupported
-from daceml_train.expressions import term as terms
 from daceml_train.expressions.affine import inside, interval
 from daceml_train.expressions.loops import Frame, Size, View, state, targets
 from daceml_train.expressions.program import Program, Stage, result_type
+from daceml_train.expressions.promotion import default_float, location, number_in, promote
 from daceml_train.expressions.reference import listed, reduced
 from daceml_train.expressions.term import (
     REDUCTIONS,
@@ -33,7 +33,6 @@ from daceml_train.expressions.term import (
     free_axes,
     lift,
     load,
-    location,
     node,
     rebuilt,
 )
@@ -65,7 +64,13 @@ class Operand:
 
     def outside(self, value: float) -> View:
         """Reads that yield `value` outside of the array."""
-        return View(lambda index: self._read(index, value))
+        number = lift(value).value
+        if number is None:
+            message = f"{self.array.name}.outside({value!r}): what lies outside is a number"
+            raise Invalid(message, where=location(), advice="write where(inside, x.clamp[...], value) for other values")
+        if isinstance(number, float) and not self.array.dtype.is_float and not number.is_integer():
+            raise Invalid(f"the number {number} does not fit {self.array.dtype.name}", where=location())
+        return View(lambda index: self._read(index, number))
 
     @property
     def clamp(self) -> View:
@@ -79,9 +84,9 @@ class Operand:
 
     def _around(self, index: Any, change: Callable[[Term, int], Term]) -> Term:
         shape = self.array.shape
-        if 0 in shape:
-            raise Invalid(f"{self.array} has no elements to read", where=location())
         given = [self._index(i, d) for d, i in enumerate(self._indices(index))]
+        if any(n == 0 and not inside(i, n) for i, n in zip(given, shape, strict=True)):
+            raise Invalid(f"{self.array} has no elements to read", where=location())
         changed = [i if inside(i, n) else change(i, n) for i, n in zip(given, shape, strict=True)]
         return self._read(tuple(changed), None)
 
@@ -114,7 +119,7 @@ class Operand:
         if all(within):
             fill = None
         if fill is not None:
-            fill = float(fill) if self.array.dtype.is_float else int(fill)
+            fill = number_in(fill, self.array.dtype)
         known = fill is not None or all(w is not None for w in within)  # others are checked at run time
         return load(self.array, given, fill, "" if known else f"{self.array.name} at {location()}")
 
@@ -284,8 +289,8 @@ def trace(function: Callable[..., Any], operands: Sequence[Array], options: dict
     floats = [a.dtype for a in operands if a.dtype.is_float]
     common = DType.float32 if not floats else floats[0]
     for dtype in floats[1:]:
-        common = terms.promote(common, dtype)
-    terms._default_float.append(common)
+        common = promote(common, dtype)
+    default_float.append(common)
     try:
         result = function(*map(Operand, operands), **options)
         results = result if isinstance(result, tuple) else (result,)
@@ -301,7 +306,7 @@ def trace(function: Callable[..., Any], operands: Sequence[Array], options: dict
         return Program(tuple(operands), tuple(state.stages), outputs).pruned()
     finally:
         state.stages, state.frames = outer, outer_frames
-        terms._default_float.pop()
+        default_float.pop()
 
 
 def _name(function: Callable[..., Any]) -> str:

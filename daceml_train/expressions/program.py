@@ -20,6 +20,7 @@ from typing import Any
 
 from daceml_train.errors import Invalid
 from daceml_train.expressions.affine import affine
+from daceml_train.expressions.promotion import default_float
 from daceml_train.expressions.term import REDUCTIONS, Array, Axis, Term, apply, at, cast, children, load, node, number
 from daceml_train.tensor import DType
 
@@ -246,7 +247,7 @@ class _Reader:
             ):
                 return load(self.arrays[name], map(self.term, _elements(index)), line=str(line))
             case ast.Subscript(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)), args=[fill]), slice=index):
-                return load(self.arrays[name], map(self.term, _elements(index)), float(self.term(fill).value))
+                return load(self.arrays[name], map(self.term, _elements(index)), self.term(fill).value)
             case ast.Call(func=ast.Name(id="number"), args=[ast.Constant(value=str(value))]):
                 return number(float(value))
             case ast.Call(func=ast.Name(id=name), args=args) if name in _SHORT:
@@ -266,7 +267,7 @@ def _elements(index: ast.expr) -> Sequence[ast.expr]:
 
 def result_type(kind: str, body: Term) -> DType:
     """The element type that a stage of this kind computes."""
-    dtype = body.dtype or (DType.float32 if isinstance(body.value, float) else DType.int64)
+    dtype = body.dtype or (default_float[-1] if isinstance(body.value, float) else DType.int64)
     if kind in ("argmax", "argmin") or (kind in ("sum", "prod") and not dtype.is_float):
         return DType.int64
     if kind == "lse" and not dtype.is_float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from daceml_train.errors import Invalid
 from daceml_train.expressions.loops import Frame, Size, View, state
-from daceml_train.expressions.term import location
+from daceml_train.expressions.promotion import location
 
 Array = np.ndarray[Any, Any]
 

@@ -9,33 +9,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from daceml_train.errors import Invalid
+from daceml_train.expressions.promotion import FLOATS, LOGICAL, common, default_float, fits, location, number_in
 from daceml_train.ops.elementwise import TABLE
 from daceml_train.tensor import DType
 
 REDUCTIONS = ("sum", "amax", "amin", "prod", "lse", "argmax", "argmin")
 """The reductions that a stage computes. `argmax` and `argmin` number the elements in row-major order of their axes."""
-_PACKAGE = str(Path(__file__).parents[1])
 _numbers = itertools.count()
-
-
-def location() -> str:
-    """The user's line that is executing: the innermost frame outside of this package."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and "/frontends/torch/" not in name:
-            return f"{Path(name).name}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return ""
 
 
 class Axis:
@@ -213,7 +198,9 @@ def node(
 
 def number(value: Any) -> Term:
     """A Python number as a term."""
-    return node("number", value=value if isinstance(value, bool) else value + 0)
+    return node(
+        "number", value=value if isinstance(value, bool) else int(value) if isinstance(value, int) else float(value)
+    )
 
 
 def at(axis: Axis) -> Term:
@@ -246,68 +233,14 @@ def constant(term: Term) -> Any:
     return term.value if term.op == "number" else None
 
 
-_RANK = (
-    (DType.bool,),
-    (DType.uint8, DType.int8),
-    (DType.int16,),
-    (DType.int32,),
-    (DType.int64,),
-    (DType.float16, DType.bfloat16),
-    (DType.float32,),
-    (DType.float64,),
-)
-
-
-def promote(a: DType, b: DType) -> DType:
-    """The type in which values of two types are combined, by PyTorch's rules."""
-    if a is b:
-        return a
-    ranks = [next((n for n, group in enumerate(_RANK) if t in group), -1) for t in (a, b)]
-    if -1 in ranks:
-        raise Invalid(f"expressions do not compute with {a.short} and {b.short}", where=location())
-    if ranks[0] == ranks[1]:
-        return _RANK[ranks[0] + 1][0]
-    return a if ranks[0] > ranks[1] else b
-
-
-_FLOATS = """
-div sqrt rsqrt reciprocal exp expm1 log log1p sin cos tan atan asin acos asinh acosh atanh atan2 exp2 log2 log10 hypot
-tanh sigmoid erf silu gelu_erf gelu_tanh elu hardsigmoid hardswish cosh sinh logaddexp xlogy xlog1py logsigmoid entr
-mish logit softplus bce
-"""
-FLOATS = frozenset(_FLOATS.split())
-"""Operators whose result is floating-point, whatever their operands are."""
-_LOGICAL = ("logical_and", "logical_or", "logical_not")
-_default_float = [DType.float32]
-"""The type that integers become in floating-point functions: that of the trace in progress."""
-
-
-def common(terms: Iterable[Term], floating: bool = False) -> DType | None:
-    """The element type that operands are cast to; None if all are numbers."""
-    found: DType | None = None
-    weak_float = False
-    for term in terms:
-        if term.dtype is None:
-            weak_float |= isinstance(term.value, float)
-        else:
-            found = term.dtype if found is None else promote(found, term.dtype)
-    if found is not None and not found.is_float and (floating or weak_float):
-        return _default_float[-1]
-    return found
-
-
 def cast(term: Any, dtype: DType) -> Term:
     """A term in another element type; a number becomes a number of that kind."""
     lifted = lift(term)
     if lifted.dtype is dtype:
         return lifted
     if lifted.dtype is None:
-        return number(bool(lifted.value) if dtype is DType.bool else _number(lifted.value, dtype))
+        return number(number_in(lifted.value, dtype))
     return node("cast", (lifted,), dtype)
-
-
-def _number(value: Any, dtype: DType) -> Any:
-    return float(value) if dtype.is_float else int(value)
 
 
 _FOLDED: dict[str, Callable[..., Any]] = {
@@ -345,15 +278,17 @@ def apply(kind: str, *operands: Any) -> Term:
         raise Invalid(f"{kind} takes {len(row.operands)} operands, given {len(terms)}", where=location())
     numeric = terms[1:] if kind == "where" else terms
     dtype = common(numeric, kind in FLOATS)
-    if kind in _LOGICAL:
+    if kind in LOGICAL:
         dtype = DType.bool
+    elif row.result == "bool" and dtype is not None and not all(fits(v, dtype) for v in values):
+        dtype = DType.int64  # no value of the type equals the number: the comparison is still right
     elif dtype is DType.bool and row.result != "bool" and kind != "where":
         dtype = DType.int64
     if dtype is None:  # numbers only
         kinds = [isinstance(t.value, float) for t in numeric if t.op == "number"]
-        dtype = _default_float[-1] if any(kinds) or kind in FLOATS else DType.int64
+        dtype = default_float[-1] if any(kinds) or kind in FLOATS else DType.int64
         place = len(terms) - len(numeric)  # a text has to say which type the numbers have
-        terms[place] = node("cast", (terms[place],), dtype)
+        terms[place] = node("cast", (number(number_in(terms[place].value, dtype)),), dtype)
         numeric = terms[place:]
     cast_to = [cast(t, dtype) for t in numeric]
     if kind == "where":
@@ -371,8 +306,8 @@ def _simplified(kind: str, terms: list[Term], values: list[Any]) -> Term | None:
             return last
         case "add" | "sub" if values[1] == 0 and _keeps(first, values[1]):
             return first
-        case "mul" if 0 in values:
-            return number(0.0 if any(t.dtype is not None and t.dtype.is_float for t in terms) else 0)
+        case "mul" if 0 in values and all(t.dtype in (None, DType.int64) for t in terms):
+            return number(0.0 if any(isinstance(v, float) for v in values) else 0)
         case "mul" if values[0] == 1 and _keeps(last, values[0]):
             return last
         case "mul" | "div" if values[1] == 1 and _keeps(first, values[1]) and (kind == "mul" or _is_float(first)):
@@ -380,7 +315,7 @@ def _simplified(kind: str, terms: list[Term], values: list[Any]) -> Term | None:
         case "floor_divide" if values[1] == 1 and _keeps(first, values[1]):
             return first
         case "where" if values[0] is not None:
-            return terms[1] if values[0] else terms[2]
+            return _chosen(terms[1 if values[0] else 2], common(terms[1:]))
         case "where" if terms[1] is terms[2]:
             return terms[1]
         case "neg" if first.op == "neg":
@@ -390,6 +325,11 @@ def _simplified(kind: str, terms: list[Term], values: list[Any]) -> Term | None:
         case "logical_and" if values[1] is True:
             return first
     return None
+
+
+def _chosen(term: Term, dtype: DType | None) -> Term:
+    """A branch in the type of both."""
+    return term if dtype is None else cast(term, dtype)
 
 
 def _is_float(term: Term) -> bool:

@@ -11,6 +11,7 @@ for a refusal and the bytes that applying it saves, and can be applied alone.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,14 +25,14 @@ from daceml_train.analysis.reachability import required
 from daceml_train.analysis.traffic import Known, Traffic, traffic
 from daceml_train.analysis.verify import verify
 from daceml_train.analysis.weights_only import held
-from daceml_train.errors import Refused
+from daceml_train.errors import EXPECTED, DacemlError, Invalid, PassFailed, Refused
 from daceml_train.graph.bodies import within
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.operator import Value
 from daceml_train.passes.options import check_names, checked_option, option_types, show_annotation, show_option
 from daceml_train.passes.registry import name_of, register
 from daceml_train.renamed import warn
-from daceml_train.tensor import Dim, simplify
+from daceml_train.tensor import Dim, Tensor, same_shape, simplify
 
 LEVELS = ("forward", "distribution", "intra_operator", "fusion", "layout", "global_movement")
 """Stages of a pipeline, in order. `forward` runs before differentiation, the others on the whole training graph:
@@ -369,18 +370,70 @@ def without_dead_code(graph: Graph) -> Graph:
 
 
 def checked(transformation: Pass, graph: Graph, rest: Sequence[Pass] = ()) -> Graph:
-    """Run a pass, also inside branches and loops, and verify; an invalid graph is an error that names the pass.
+    """Run a pass, also inside branches and loops, and verify. Raises `PassFailed`, which names the pass, where it
+    raises an error or returns a graph that is not valid.
 
     `rest` are the passes that follow; there are none for a pass that runs by itself.
     """
-    result = transformation.run_before(graph, rest) if rest else transformation.run(graph)
-    result = within(result, lambda body: checked(transformation, body, rest))
-    if result is graph:
-        return graph
-    result = mended(result)
-    try:
+    with named(transformation):
+        result = transformation.run_before(graph, rest) if rest else transformation.run(graph)
+        check_signature(graph, result)
+        result = within(result, lambda body: checked(transformation, body, rest))
+        if result is graph:
+            return graph
+        result = mended(result)
         verify(result)
-    except Exception as error:
-        error.add_note(f"after pass {transformation}")
+        return result
+
+
+@contextlib.contextmanager
+def named(transformation: Pass) -> Iterator[None]:
+    """Errors inside as ones that name the pass. Those that say why a request cannot be met stay as they are."""
+    try:
+        yield
+    except (PassFailed, Refused, *EXPECTED):
         raise
-    return result
+    except Exception as error:
+        ours = type(transformation).__module__.partition(".")[0] == __name__.partition(".")[0]
+        if isinstance(error, DacemlError):
+            message, where, advice = f"the pass {transformation}: {error.message}", error.where, error.advice
+        else:
+            message, where, advice = f"the pass {transformation} raised {type(error).__name__}: {error}", "", ""
+        raise PassFailed(message, ours=ours, where=where, advice=advice) from error
+
+
+def check_signature(before: Graph, after: object) -> None:
+    """Raises `Invalid` where the result of a pass is no graph, or one with other inputs or results."""
+    if not isinstance(after, Graph):
+        raise Invalid(f"it returns a graph, and returned {type(after).__name__}")
+    if after is before:
+        return
+    kinds = zip(("inputs", "outputs", "writes"), _signature(before), _signature(after), strict=True)
+    for what, one, other in kinds:
+        if len(one) != len(other) or not all(map(_alike, one, other)):
+            raise Invalid(f"a pass keeps the {what} of a graph: {_shown(one)} before it, {_shown(other)} after it")
+
+
+_Named = tuple[str, Tensor | None]
+
+
+def _signature(graph: Graph) -> tuple[list[_Named], ...]:
+    """Inputs, outputs, and writes: types, after the names that passes keep."""
+    inputs: list[_Named] = [(name, entry.tensor) for name, entry in graph.inputs.items()]
+    outputs: list[_Named] = [("", graph.tensors.get(name)) for name in graph.outputs]
+    return inputs, outputs, [(target, graph.tensors.get(name)) for target, name in graph.writes.items()]
+
+
+def _alike(one: _Named, other: _Named) -> bool:
+    if one[1] is None or other[1] is None:  # which `verify` reports
+        return True
+    return one[0] == other[0] and one[1].dtype is other[1].dtype and same_shape(one[1].shape, other[1].shape)
+
+
+def _shown(arrays: Sequence[_Named]) -> str:
+    texts = [f"{name}: {tensor}" if name else str(tensor) for name, tensor in arrays[:_SHOWN]]
+    return ", ".join(texts + ["..."] * (len(arrays) > _SHOWN)) or "none"
+
+
+_SHOWN = 6
+"""How many arrays a message lists."""

@@ -8,6 +8,7 @@ from torch import nn
 
 import daceml_train as dt
 from benchmarks.novel import operators
+from daceml_train.expressions import array, size, total
 
 
 class Model(nn.Module):
@@ -65,3 +66,48 @@ def test_optimize_and_training_step() -> None:
         optimizer.step()
         torch.testing.assert_close(step(x, y).detach(), loss.detach(), rtol=1e-5, atol=1e-6)
     close(list(ours.parameters()), list(model.parameters()))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("compiler", ["compile", "optimize"])
+def test_a_name_that_is_another_expression_now(compiler: str) -> None:
+    """Expressions share the code of their wrapper, but a model is compiled for one of them."""
+    module = Renamed()
+    call = torch.compile(module, backend="aot_eager") if compiler == "compile" else dt.optimize(module)
+    for factor in (2.0, 3.0, 2.0):
+        RENAMED["scale"] = SCALES[factor]
+        assert call(torch.ones(2)).tolist() == [factor, factor]
+
+
+SCALES = {
+    2.0: dt.expression(lambda x: array(x[i] * 2 for i in x.shape[0])),
+    3.0: dt.expression(lambda x: array(x[i] * 3 for i in x.shape[0])),
+}
+RENAMED = dict.fromkeys(["scale"], SCALES[2.0])
+
+
+class Renamed(nn.Module):
+    """A module whose expression is looked up by name."""
+
+    def forward(self, x):
+        return RENAMED["scale"](x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: array(x[i] * 2 for i in x.shape[0]),
+        lambda x: array(x[i] for i in x.shape[0]),
+        lambda x: array(x[0] for i in x.shape[0]),
+        lambda x: array(total(x[j] * x[j + 1] for j in size(2)) for i in x.shape[0]),
+        lambda x: array(total(x[i + j] for j in size(1)) for i in x.shape[0]),
+    ],
+)
+def test_results_may_be_changed_in_place(function) -> None:
+    """A result is no view, and shares no memory with an operand."""
+    x = torch.arange(3.0, requires_grad=True)
+    expected = torch.autograd.grad(dt.expression(function)(x).sum(), x)
+    result = dt.expression(function)(x)
+    result.add_(1).sum().backward()
+    torch.testing.assert_close(x.grad, expected[0])
+    assert x.tolist() == [0, 1, 2]

@@ -1,14 +1,18 @@
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
-from daceml_train.errors import Invalid, Refused
+import daceml_train as dt
+from daceml_train.errors import PassFailed, Refused
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.operator import Origin, Value
 from daceml_train.passes.base import Match, Pass, Rewrite, Uses, checked, without_dead_code
-from daceml_train.tensor import Tensor
+from daceml_train.passes.pipeline import Pipeline
+from daceml_train.tensor import DType, Tensor
 from tests.transformations.checking import program
 
 
@@ -111,7 +115,56 @@ def test_text() -> None:
     assert SquareProducts(spare="x") == SquareProducts(spare="x") != SquareProducts()
 
 
+@dataclass(frozen=True)
+class Wrong(Pass):
+    """A pass that does something else than to return a graph like the one that it is given."""
+
+    level = "fusion"
+    how: str = "raises"
+
+    def run(self, graph: Graph) -> Graph:
+        other = graph.copy()
+        match self.how:
+            case "raises":
+                raise ZeroDivisionError("oops")
+            case "nothing":
+                return None  # type: ignore[return-value]
+            case "empty":
+                return Graph()
+            case "fewer results":
+                other.outputs = []
+            case "another type":
+                other.outputs = [other.value("c").cast(DType.float64).name]
+        return other
+
+
 def test_a_pass_that_breaks_the_graph_is_named() -> None:
-    with pytest.raises(Invalid, match="returns %nowhere, which does not exist") as caught:
+    with pytest.raises(PassFailed, match=r"the pass break\(\): .*returns %nowhere, which does not exist"):
         checked(Break(), program("x: f32[4]", CHAIN, "%c"))
-    assert caught.value.__notes__ == ["after pass break()"]
+
+
+WRONG = [
+    ("raises", "raised ZeroDivisionError: oops"),
+    ("nothing", "it returns a graph, and returned NoneType"),
+    ("empty", "keeps the inputs of a graph: "),
+    ("fewer results", "keeps the outputs of a graph: f32[4] before it, none after it"),
+    ("another type", "keeps the outputs of a graph: f32[4] before it, f64[4] after it"),
+]
+
+
+@pytest.mark.parametrize(("how", "message"), WRONG)
+def test_a_pass_keeps_the_signature(how: str, message: str) -> None:
+    wrong = Wrong(how)
+    with pytest.raises(PassFailed, match=re.escape(f"the pass {wrong}") + ".*" + re.escape(message)):
+        Pipeline(fusion=(wrong,)).run(program("x: f32[4]", CHAIN, "%c"))
+
+
+@pytest.mark.parametrize("how", ["raises", "nothing", "empty"])
+def test_modules_and_sessions_name_a_pass_that_fails(how: str) -> None:
+    """PyTorch runs the graph of a module, and the warning names the pass."""
+    wrong, model, x = Wrong(how), torch.nn.Linear(2, 2), torch.ones(3, 2)
+    module = dt.optimize(model, pipeline=dt.TRAINING.after("fusion", wrong))
+    with pytest.warns(UserWarning, match=r"runs a graph as PyTorch does: the pass wrong\("):
+        torch.testing.assert_close(module(x), model(x))
+    with pytest.raises((PassFailed, Refused), match=r"wrong\("):
+        dt.Session(model, x).apply(wrong)

@@ -139,6 +139,5 @@ def test_some_levels_only() -> None:
 
 def test_every_pass_is_verified() -> None:
     graph = program("x: f32[4]", "%a = neg(%x)", "%a")
-    with pytest.raises(Invalid) as caught:
+    with pytest.raises(Invalid, match=r"the pass break\(\):"):
         SMALL.after("fusion", Break()).run(graph)
-    assert caught.value.__notes__ == ["after pass break()"]

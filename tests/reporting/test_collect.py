@@ -201,6 +201,8 @@ def test_the_report_names_graph_breaks_and_their_lines() -> None:
     torch._dynamo.reset()
     module, whole = dt.optimize(Masked()), dt.optimize(nn.Linear(4, 4))
     module(torch.randn(6, 4)).backward()
+    with pytest.raises(TypeError):
+        dt.optimize(nn.Linear(4, 4))({"x": 1})  # whose trace is not that of the next module
     whole(torch.randn(6, 4)).sum().backward()
     report = dt.report(module)
     (reason,) = report.graph_breaks

@@ -19,7 +19,7 @@ from daceml_train.exploration.session.steps import Match, Preview, Step
 from daceml_train.exploration.session.subject import Subject
 from daceml_train.graph.graph import Graph
 from daceml_train.passes import notation
-from daceml_train.passes.base import LEVELS, Pass, applied
+from daceml_train.passes.base import LEVELS, Pass, applied, check_signature, named
 from daceml_train.passes.options import check_names
 from daceml_train.passes.pipeline import Pipeline
 from daceml_train.passes.registry import find
@@ -261,7 +261,7 @@ class History:
                 advice="undo that first",
             )
         graph = state.forward if level == "forward" else state.graph
-        name = str(target.transformation if isinstance(target, Match) else target)
+        transformation = target.transformation if isinstance(target, Match) else target
         try:
             if isinstance(target, Match):
                 if target.refusal is not None:
@@ -271,14 +271,16 @@ class History:
                 after = target.run(graph)
             if after is graph:
                 return state
-            after = mended(after)
-            verify_structure(after)
+            with named(transformation):
+                check_signature(graph, after)
+                after = mended(after)
+                verify_structure(after)
             if level == "forward":
                 return state.following(after, self.subject.training_graph(after), False)
         except DacemlError:
             raise
         except Exception as error:
-            raise Refused(f"{name} raised {type(error).__name__}: {error}") from error
+            raise Refused(f"{transformation} raised {type(error).__name__}: {error}") from error
         return state.following(state.forward, after, True)
 
     def _step(self, target: Match | Pass, level: str, state: State | None = None, number: int | None = None) -> Step:

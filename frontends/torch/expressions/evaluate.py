@@ -197,7 +197,8 @@ class _Run:
     def computed(self, term: Term, domain: Sequence[Axis], memo: dict[Term, torch.Tensor]) -> torch.Tensor:
         match term.op:
             case "number":
-                return torch.tensor(term.value, device=self.device).reshape((1,) * len(domain))
+                wide = torch.float64 if isinstance(term.value, float) else None  # exact: what reads it has a type
+                return torch.tensor(term.value, dtype=wide, device=self.device).reshape((1,) * len(domain))
             case "axis":
                 assert term.axis is not None
                 index = torch.arange(term.axis.size, device=self.device)
@@ -287,6 +288,7 @@ def _strided(x: torch.Tensor, maps: Sequence[Map], axes: Sequence[Axis]) -> torc
     strides = [sum(m.get(a, 0) * s for m, s in zip(maps, x.stride(), strict=True)) for a in axes]
     offset = sum(m.get(None, 0) * s for m, s in zip(maps, x.stride(), strict=True)) + x.storage_offset()
     offset += sum(s * (a.size - 1) for a, s in zip(axes, strides, strict=True) if s < 0)
+    offset = offset if all(a.size for a in axes) else 0  # nothing is read
     view = torch.as_strided(x, [a.size for a in axes], [abs(s) for s in strides], offset)
     backwards = [j for j, s in enumerate(strides) if s < 0]  # PyTorch has no negative strides
     return view.flip(backwards) if backwards else view

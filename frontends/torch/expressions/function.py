@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -24,11 +25,13 @@ from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.expressions.evaluate import evaluate
 
 NAME = "daceml_train::expression"
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _library = torch.library.Library("daceml_train", "FRAGMENT")
 
 
 def _run(operands: Sequence[torch.Tensor], program: str) -> list[torch.Tensor]:
-    return evaluate(parsed(program), operands)
+    with torch._C._ExcludeDispatchKeyGuard(_VIEWS):  # results are not views, whichever way they are computed
+        return evaluate(parsed(program), operands)
 
 
 def _fake(operands: Sequence[torch.Tensor], program: str) -> list[torch.Tensor]:
@@ -114,10 +117,39 @@ def _apply(operands: Sequence[torch.Tensor], program: str) -> Sequence[torch.Ten
     return (_transformed if transforms else _operator)(operands, program)
 
 
+class _Options:
+    """The options of a call, where what is equal but not the same differs: 2 and 2.0, 1 and True, 0.0 and -0.0."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self.key = tuple((name, _identity(value)) for name, value in values.items())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Options) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+def _identity(value: Any) -> Any:
+    """A key that only values of one type and one meaning have."""
+    if isinstance(value, tuple):
+        return type(value), *map(_identity, value)
+    return type(value), repr(value) if isinstance(value, Number) else value
+
+
+def _fixed(value: Any) -> Any:
+    """An option as a number, where it is a symbol of a tracer's: the tracer then checks it in each call."""
+    if type(value) is tuple:
+        return tuple(map(_fixed, value))
+    kinds: dict[Any, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return kinds[type(value)](value) if type(value) in kinds else value
+
+
 @functools.lru_cache(maxsize=4096)
-def _traced(function: Callable[..., Any], kinds: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> Program:
+def _traced(function: Callable[..., Any], kinds: tuple[Any, ...], options: _Options) -> Program:
     operands = [Array(name, shape, dtype) for name, shape, dtype in kinds]
-    return trace(function, operands, dict(options))
+    return trace(function, operands, options.values)
 
 
 def _bound(function: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
@@ -133,13 +165,18 @@ def _bound(function: Callable[..., Any], arguments: Sequence[Any], keywords: dic
 
 
 def _program(function: Callable[..., Any], operands: dict[str, torch.Tensor], options: dict[str, Any]) -> Program:
-    kinds = tuple((n, tuple(map(int, x.shape)), types.tensor(x).dtype) for n, x in operands.items())
+    kinds = tuple((n, tuple(map(int, x.shape)), types.element_type(x.dtype)) for n, x in operands.items())
+    for name, _, dtype in kinds:
+        if dtype.is_complex:
+            message = f"the operand {name} of the expression {function.__name__} is complex"
+            raise Invalid(message, advice="pass its parts: torch.view_as_real(x)")
+    given = _Options({n: _fixed(v) for n, v in options.items()})
     try:
-        hash(tuple(options.items()))
+        hash(given)
     except TypeError as error:
         message = f"an option of the expression {function.__name__} is of an {error}"
         raise Invalid(message, advice="options are numbers, strings, or tuples of them") from None
-    return _traced(function, kinds, tuple(options.items()))
+    return _traced(function, kinds, given)
 
 
 def expression(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,6 +197,8 @@ def expression(function: Callable[..., Any]) -> Callable[..., Any]:
     def program_of(*arguments: Any, **keywords: Any) -> Program:
         return _program(function, *_bound(function, arguments, keywords))
 
+    code: Any = call
+    code.__code__ = code.__code__.replace(co_name=function.__name__)  # tracers tell functions apart by their code
     call.program = program_of  # type: ignore[attr-defined]
     call.reference = functools.partial(reference, function)  # type: ignore[attr-defined]
     return torch.compiler.allow_in_graph(call)  # type: ignore[no-any-return]
