@@ -1,6 +1,7 @@
 """Expressions as operators of the graph: their lowering against the evaluation through PyTorch."""
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from benchmarks.novel import operators
 from benchmarks.novel.cases import SMALL, operands
 from daceml_train.analysis.interpret import interpret
 from daceml_train.autodiff.reverse import differentiate
+from daceml_train.driver import expression
+from daceml_train.expressions import array
 from daceml_train.expressions.operator import Expression
 from daceml_train.frontends.torch import types
 from daceml_train.graph.graph import Graph
@@ -79,3 +82,27 @@ def test_only_the_place_along_other_axes_is_looked_up() -> None:
     assert {graph.tensors[n.inputs[0]].shape for n in gathers} == {(batch, channels, height * width)}
     computed = [n for n in graph.nodes if graph.tensors[n.outputs[0]].dtype is DType.int64]
     assert max(graph.tensors[n.outputs[0]].size for n in computed if n.op.label != "expand") == batch * points
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x, ids: array(x[ids[i]] * x[0] for i in ids.shape[0]),
+        lambda x, ids: array(x[0] * x[ids[i]] for i in ids.shape[0]),
+        lambda x, ids: array(x[ids[i]] * x[ids[i] // 2] * x[i] for i in ids.shape[0]),
+    ],
+)
+def test_gradients_that_are_added_at_places_of_data_and_others(body: Any) -> None:
+    """A sum at data's places begins with what covers the whole array, and with nothing that covers a part."""
+    operator = expression(body)
+    x = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([0, 4, 4])
+    (expected,) = torch.autograd.grad(operator(x, ids).sum(), x)
+    graph = Graph()
+    values = [graph.input(f"x{k}", types.tensor(t)) for k, t in enumerate((x, ids))]
+    (output,) = graph.emit(Expression(operator.program(x, ids).text), *values)
+    gradients = differentiate(graph, {output.name: graph.input("g", output.tensor)}, [values[0].name])
+    graph.output(gradients[values[0].name])
+    graph = Decompose().run(graph)
+    arrays = {"x0": x.detach().numpy(), "x1": ids.numpy(), "g": np.ones(3)}
+    np.testing.assert_allclose(interpret(graph, arrays).outputs[0], expected.numpy(), rtol=1e-12)
