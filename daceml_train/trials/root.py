@@ -21,7 +21,8 @@ from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import Invalid
 from daceml_train.runtime.roofline import processor
 from daceml_train.trials.keys import digest
-from daceml_train.trials.state import State, Training, digest_of
+from daceml_train.trials.state import State, Training
+from daceml_train.trials.values import digest_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range)
 Seen = dict[int, Any]

@@ -31,7 +31,7 @@ from daceml_train.trials.root import Seen, fingerprint, root_parts
 from daceml_train.trials.schedules import plain
 from daceml_train.trials.settings import Applied
 from daceml_train.trials.stacks import Stacks
-from daceml_train.trials.state import State, Stateful, Training, restore_generators, seeded
+from daceml_train.trials.state import State, Stateful, Training, generators, restore_generators, seeded
 from daceml_train.trials.tree import Stage, Tree, merged
 from daceml_train.trials.watched import Watched
 
@@ -160,14 +160,14 @@ class Stages:
     def load(self, settings: Trial, steps: int) -> None:
         """Bring the model, the optimizer and the generators to a point, and leave them there."""
         path = self.path(settings, steps)
-        with self.session():
+        with self.session(keep_generators=False):
             self._advance(path, steps, (steps,), -1)
             self._go(path, steps, -1)
             self.applied.apply(dict(path.settings(steps - 1)))
 
     def reset(self) -> None:
         """Bring the model, the optimizer and the generators to where they were when this object was created."""
-        with self.session():
+        with self.session(keep_generators=False):
             self.applied.apply({})
             self.training.restore(self._start)
 
@@ -257,18 +257,23 @@ class Stages:
         return (self.store.has(point), None) if self.evaluate is None else self.store.value(point, self.evaluation)
 
     @contextlib.contextmanager
-    def session(self) -> Iterator[None]:
-        """One call at a time; what the caller does to the model afterwards is not trusted to leave it where it is."""
+    def session(self, keep_generators: bool = True) -> Iterator[None]:
+        """One call at a time; what the caller does to the model afterwards is not trusted to leave it where it is.
+
+        The caller draws from the generators: a search that chooses by chance goes on with its own numbers.
+        """
         with self._lock:
             if torch.get_num_threads() != self._threads:
                 what = f"PyTorch has {torch.get_num_threads()} threads, the trials were started with {self._threads}"
                 raise Invalid(what, advice="sums depend on it: call torch.set_num_threads before Stages(...)")
             share_choices(self.step, self.store.choices)
-            self._live = None
+            self._live, before = None, generators() if keep_generators else None
             try:
                 yield
             finally:
                 self._live = None
+                if before is not None:
+                    restore_generators(before)
 
     def _points(self, path: Path, start: int, end: int, rungs: Sequence[int], exact: bool) -> list[int]:
         """The steps after `start` at which to save, the last of them `end`."""
@@ -312,7 +317,10 @@ class Stages:
             at, began = time.time(), time.perf_counter()
             self._train(path, start, stop, number)
             seconds = time.perf_counter() - began
-            self._live, state = point, self.training.snapshot()
+            state = self.training.snapshot()
+            with noted(lambda: f"in steps {start} to {stop} of trial {number}"):
+                self.training.attributes.check()  # one that was not there before this stage
+            self._live = point
             self._last = point, state
             self.store.save(point, state, number)
             entry = {"trial": number, "start": start, "end": stop, "before": path.key(start), "key": point[1]}
@@ -321,18 +329,20 @@ class Stages:
     def _train(self, path: Path, start: int, stop: int, number: int) -> None:
         self._live = None
         for segment in path.between(start, stop):
-            self._train_equal(segment, number)
+            self._train_equal(segment, number, segment.start == start)
 
-    def _train_equal(self, segment: Segment, number: int) -> None:
-        """Train steps of equal settings."""
+    def _train_equal(self, segment: Segment, number: int, first: bool) -> None:
+        """Train steps of equal settings; `first`: a stage begins with them."""
         settings, step = dict(segment.settings), segment.start
         with noted(lambda: f"in step {step} of trial {number}, with {_said(segment.settings)}"):
             self.applied.apply(settings)
             self.watched["data"].check("data")
             self.watched["data"].ask_twice(self.data, step, settings)
+            self.training.attributes.begin(first)
             for step in range(segment.start, segment.end):
                 arguments = self.data(step, dict(settings))
                 self.step(*arguments) if isinstance(arguments, tuple) else self.step(arguments)
+            self.training.attributes.check()
 
     def _go(self, path: Path, step: int, number: int) -> None:
         """Bring training to a point that has a checkpoint; one that cannot be read is trained."""

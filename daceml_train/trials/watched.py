@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from daceml_train.errors import Invalid
-from daceml_train.trials.state import digest_of, generators, restore_generators
+from daceml_train.trials.state import generators, restore_generators
+from daceml_train.trials.values import digest_of
 
 _SAMPLE = 1024
 """How many elements of a tensor are compared."""
