@@ -93,6 +93,14 @@ class Attributes:
         return Encoder(self.objects, copy)
 
 
+def of_modules(modules: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
+    """The content of modules: parameters, buffers, and attributes."""
+    named = {path: dict((*m._parameters.items(), *m._buffers.items())) for path, m in modules.items()}
+    tensors = {f"{path}.{name}": t for path, own in named.items() for name, t in own.items() if t is not None}
+    held = {name: tensor.detach() for name, tensor in tensors.items()}
+    return {"tensors": held, "attributes": Attributes(modules).snapshot(tensors)}
+
+
 def _mark(value: Any, depth: int = _DEPTH) -> Any:
     """What is compared of an object that no snapshot has: itself, and what it holds."""
     held = {} if isinstance(value, type) else {n: v for n, v in getattr(value, "__dict__", {}).items() if n not in _OWN}
@@ -106,4 +114,4 @@ def _mark(value: Any, depth: int = _DEPTH) -> Any:
     return id(value), content, inner, repr(value) if type(value).__module__ == "itertools" else ""
 
 
-__all__ = ["Attributes"]
+__all__ = ["Attributes", "of_modules"]

@@ -180,7 +180,7 @@ class Stacks:
                 changes.setdefault(segment.start, []).append((row, dict(segment.settings)))
         trials = ", ".join(map(str, numbers))
         with noted(lambda: f"in step {first.start} of the trials {trials}, which are one program"):
-            trainer.watched["data"].check("data")
+            trainer.watched["data"].check()
         for step in range(first.start, first.end):
             try:
                 arguments = self._arguments(first, step)

@@ -22,18 +22,19 @@ from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import Invalid
 from daceml_train.trials.checkpoints import Point, Store
 from daceml_train.trials.checks import as_rungs, as_steps, check_functions, check_numbers, noted, number_of
+from daceml_train.trials.fingerprints import Seen
 from daceml_train.trials.keys import Path, Segment, Settings, digest
 from daceml_train.trials.plan import Plan
 from daceml_train.trials.ray_tune import train
 from daceml_train.trials.recipe import Recipe, rebuilt
 from daceml_train.trials.report import Report
-from daceml_train.trials.root import Seen, fingerprint, root_parts
+from daceml_train.trials.root import root_parts
 from daceml_train.trials.schedules import plain
 from daceml_train.trials.settings import Applied
 from daceml_train.trials.stacks import Stacks
 from daceml_train.trials.state import State, Stateful, Training, generators, restore_generators, seeded
 from daceml_train.trials.tree import Stage, Tree, merged
-from daceml_train.trials.watched import Watched
+from daceml_train.trials.watched import watched
 
 MOST_CHANGES = 64
 """At how many steps checkpoints are saved because settings changed there in some trial."""
@@ -95,13 +96,14 @@ class Stages:
         start = self.training.snapshot()
         if seed is not None:
             start["generators"] = seeded(seed)
-        referred, compared = Seen(), Seen()
-        self.parts = root_parts(self.training, start, {"data": data, "apply": apply}, name, referred)
+        seen: dict[str, Seen] = {}
+        functions = {"data": data, "apply": apply, "evaluate": evaluate}
+        self.parts = root_parts(self.training, start, functions, name, seen)
+        self.evaluation = self.parts.pop("evaluate")
         if stacked != 1:
             self.parts["stacked"] = str(stacked)
         self.root = digest(*(text for item in sorted(self.parts.items()) for text in item))
-        self.evaluation = "" if evaluate is None else fingerprint(evaluate, "evaluate", name, compared)
-        self.watched = {"data": Watched(referred.values()), "evaluate": Watched(compared.values())}
+        self.watched = watched(functions, seen, self.training.own())
         """What data and evaluate refer to, which must stay as it is."""
         self.store = Store(self.root, storage, memory, self.parts)
         self.tree = Tree(self.root)
@@ -266,12 +268,16 @@ class Stages:
             if torch.get_num_threads() != self._threads:
                 what = f"PyTorch has {torch.get_num_threads()} threads, the trials were started with {self._threads}"
                 raise Invalid(what, advice="sums depend on it: call torch.set_num_threads before Stages(...)")
+            for each in self.watched.values():
+                each.begin()
             share_choices(self.step, self.store.choices)
             self._live, before = None, generators() if keep_generators else None
             try:
                 yield
             finally:
                 self._live = None
+                for each in self.watched.values():
+                    each.end()
                 if before is not None:
                     restore_generators(before)
 
@@ -336,8 +342,8 @@ class Stages:
         settings, step = dict(segment.settings), segment.start
         with noted(lambda: f"in step {step} of trial {number}, with {_said(segment.settings)}"):
             self.applied.apply(settings)
-            self.watched["data"].check("data")
-            self.watched["data"].ask_twice(self.data, step, settings)
+            self.watched["data"].check()
+            self.watched["data"].ask_twice(step, settings)
             self.training.attributes.begin(first)
             for step in range(segment.start, segment.end):
                 arguments = self.data(step, dict(settings))
@@ -376,7 +382,7 @@ class Stages:
         self.applied.apply(dict(path.settings(step - 1)))
         try:
             with noted(lambda: f"in the evaluation of trial {number} after {step} steps"):
-                self.watched["evaluate"].check("evaluate")
+                self.watched["evaluate"].check()
                 value = _numbers(self.evaluate(self.step.model))
         finally:
             self._live = None

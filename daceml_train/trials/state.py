@@ -53,6 +53,15 @@ class Training:
         """Parameters and buffers by name, each once."""
         return self._named()[0]
 
+    def own(self) -> list[Any]:
+        """What a state is the content of: functions that refer to it do not depend on what it is at the moment."""
+        parts = [self.step, self.step.optimizer, self.step.scaler, *self.also.values(), *self.tensors().values()]
+        parts += self.modules.values()
+        parts += [
+            module for part in self.also.values() if isinstance(part, torch.nn.Module) for module in part.modules()
+        ]
+        return [part for part in parts if part is not None]
+
     def _named(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Parameters and buffers by name, each once; and further names of them, each with the first one."""
         found: dict[str, torch.Tensor] = {}
