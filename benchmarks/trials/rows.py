@@ -21,8 +21,8 @@ from daceml_train.driver.stacked import StackedStep
 from daceml_train.trials.keys import Path as TrialPath
 from daceml_train.trials.pool import train_tree
 from daceml_train.trials.simulate import simulate, simulate_helped
-from daceml_train.trials.state import same
 from daceml_train.trials.tree import merged
+from daceml_train.trials.values import same
 
 Row = dict[str, Any]
 KILLS_EACH = 8

@@ -25,7 +25,8 @@ from filelock import FileLock, Timeout
 from daceml_train.errors import Invalid
 from daceml_train.storage.files import clear_partial, replace, sealed, unsealed
 from daceml_train.storage.folders import make
-from daceml_train.trials.state import State, size_of
+from daceml_train.trials.state import State
+from daceml_train.trials.values import copied, size_of
 
 Point = tuple[int, str]
 """A point in training: the number of steps, and the key."""
@@ -154,18 +155,18 @@ class Store:
 
     # ---- values -------------------------------------------------------------------------------------------------
     def value(self, point: Point, evaluation: str) -> tuple[bool, Any]:
-        """Whether the value of a point is known, and the value."""
+        """Whether the value of a point is known, and a copy of it."""
         if (point, evaluation) in self._values:
-            return True, self._values[point, evaluation]
+            return True, copied(self._values[point, evaluation])
         content = None if self.folder is None else unsealed(self._value_file(point, evaluation))
         if content is None:
             return False, None
         self._values[point, evaluation] = json.loads(content)
-        return True, self._values[point, evaluation]
+        return True, copied(self._values[point, evaluation])
 
     def keep_value(self, point: Point, evaluation: str, value: Any) -> None:
-        """Keep the value of a point."""
-        self._values[point, evaluation] = value
+        """Keep a copy of the value of a point."""
+        self._values[point, evaluation] = copied(value)
         if self.folder is not None:
             file = self._value_file(point, evaluation)
             with contextlib.suppress(OSError):  # a full disk: the value is computed where it is asked for

@@ -17,8 +17,9 @@ from daceml_train.errors import Invalid, Unsupported
 from daceml_train.trials.checks import noted
 from daceml_train.trials.keys import Path
 from daceml_train.trials.settings import Applied
-from daceml_train.trials.state import State, Training, restore_generators, same
+from daceml_train.trials.state import State, Training, restore_generators
 from daceml_train.trials.tree import Stage, Tree
+from daceml_train.trials.values import same
 
 MARGIN = 0.9
 """Stages are stacked if a step of all takes at most this share of as many single steps: copies come on top."""
@@ -179,7 +180,7 @@ class Stacks:
                 changes.setdefault(segment.start, []).append((row, dict(segment.settings)))
         trials = ", ".join(map(str, numbers))
         with noted(lambda: f"in step {first.start} of the trials {trials}, which are one program"):
-            trainer.watched["data"].check("data")
+            trainer.watched["data"].check()
         for step in range(first.start, first.end):
             try:
                 arguments = self._arguments(first, step)

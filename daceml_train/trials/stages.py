@@ -22,18 +22,19 @@ from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import Invalid
 from daceml_train.trials.checkpoints import Point, Store
 from daceml_train.trials.checks import as_rungs, as_steps, check_functions, check_numbers, noted, number_of
+from daceml_train.trials.fingerprints import Seen
 from daceml_train.trials.keys import Path, Segment, Settings, digest
 from daceml_train.trials.plan import Plan
 from daceml_train.trials.ray_tune import train
 from daceml_train.trials.recipe import Recipe, rebuilt
 from daceml_train.trials.report import Report
-from daceml_train.trials.root import Seen, fingerprint, root_parts
+from daceml_train.trials.root import root_parts
 from daceml_train.trials.schedules import plain
 from daceml_train.trials.settings import Applied
 from daceml_train.trials.stacks import Stacks
-from daceml_train.trials.state import State, Stateful, Training, restore_generators, seeded
+from daceml_train.trials.state import State, Stateful, Training, generators, restore_generators, seeded
 from daceml_train.trials.tree import Stage, Tree, merged
-from daceml_train.trials.watched import Watched
+from daceml_train.trials.watched import watched
 
 MOST_CHANGES = 64
 """At how many steps checkpoints are saved because settings changed there in some trial."""
@@ -95,13 +96,14 @@ class Stages:
         start = self.training.snapshot()
         if seed is not None:
             start["generators"] = seeded(seed)
-        referred, compared = Seen(), Seen()
-        self.parts = root_parts(self.training, start, {"data": data, "apply": apply}, name, referred)
+        seen: dict[str, Seen] = {}
+        functions = {"data": data, "apply": apply, "evaluate": evaluate}
+        self.parts = root_parts(self.training, start, functions, name, seen)
+        self.evaluation = self.parts.pop("evaluate")
         if stacked != 1:
             self.parts["stacked"] = str(stacked)
         self.root = digest(*(text for item in sorted(self.parts.items()) for text in item))
-        self.evaluation = "" if evaluate is None else fingerprint(evaluate, "evaluate", name, compared)
-        self.watched = {"data": Watched(referred.values()), "evaluate": Watched(compared.values())}
+        self.watched = watched(functions, seen, self.training.own())
         """What data and evaluate refer to, which must stay as it is."""
         self.store = Store(self.root, storage, memory, self.parts)
         self.tree = Tree(self.root)
@@ -160,14 +162,14 @@ class Stages:
     def load(self, settings: Trial, steps: int) -> None:
         """Bring the model, the optimizer and the generators to a point, and leave them there."""
         path = self.path(settings, steps)
-        with self.session():
+        with self.session(keep_generators=False):
             self._advance(path, steps, (steps,), -1)
             self._go(path, steps, -1)
             self.applied.apply(dict(path.settings(steps - 1)))
 
     def reset(self) -> None:
         """Bring the model, the optimizer and the generators to where they were when this object was created."""
-        with self.session():
+        with self.session(keep_generators=False):
             self.applied.apply({})
             self.training.restore(self._start)
 
@@ -257,18 +259,27 @@ class Stages:
         return (self.store.has(point), None) if self.evaluate is None else self.store.value(point, self.evaluation)
 
     @contextlib.contextmanager
-    def session(self) -> Iterator[None]:
-        """One call at a time; what the caller does to the model afterwards is not trusted to leave it where it is."""
+    def session(self, keep_generators: bool = True) -> Iterator[None]:
+        """One call at a time; what the caller does to the model afterwards is not trusted to leave it where it is.
+
+        The caller draws from the generators: a search that chooses by chance goes on with its own numbers.
+        """
         with self._lock:
             if torch.get_num_threads() != self._threads:
                 what = f"PyTorch has {torch.get_num_threads()} threads, the trials were started with {self._threads}"
                 raise Invalid(what, advice="sums depend on it: call torch.set_num_threads before Stages(...)")
+            for each in self.watched.values():
+                each.begin()
             share_choices(self.step, self.store.choices)
-            self._live = None
+            self._live, before = None, generators() if keep_generators else None
             try:
                 yield
             finally:
                 self._live = None
+                for each in self.watched.values():
+                    each.end()
+                if before is not None:
+                    restore_generators(before)
 
     def _points(self, path: Path, start: int, end: int, rungs: Sequence[int], exact: bool) -> list[int]:
         """The steps after `start` at which to save, the last of them `end`."""
@@ -312,7 +323,10 @@ class Stages:
             at, began = time.time(), time.perf_counter()
             self._train(path, start, stop, number)
             seconds = time.perf_counter() - began
-            self._live, state = point, self.training.snapshot()
+            state = self.training.snapshot()
+            with noted(lambda: f"in steps {start} to {stop} of trial {number}"):
+                self.training.attributes.check()  # one that was not there before this stage
+            self._live = point
             self._last = point, state
             self.store.save(point, state, number)
             entry = {"trial": number, "start": start, "end": stop, "before": path.key(start), "key": point[1]}
@@ -321,18 +335,20 @@ class Stages:
     def _train(self, path: Path, start: int, stop: int, number: int) -> None:
         self._live = None
         for segment in path.between(start, stop):
-            self._train_equal(segment, number)
+            self._train_equal(segment, number, segment.start == start)
 
-    def _train_equal(self, segment: Segment, number: int) -> None:
-        """Train steps of equal settings."""
+    def _train_equal(self, segment: Segment, number: int, first: bool) -> None:
+        """Train steps of equal settings; `first`: a stage begins with them."""
         settings, step = dict(segment.settings), segment.start
         with noted(lambda: f"in step {step} of trial {number}, with {_said(segment.settings)}"):
             self.applied.apply(settings)
-            self.watched["data"].check("data")
-            self.watched["data"].ask_twice(self.data, step, settings)
+            self.watched["data"].check()
+            self.watched["data"].ask_twice(step, settings)
+            self.training.attributes.begin(first)
             for step in range(segment.start, segment.end):
                 arguments = self.data(step, dict(settings))
                 self.step(*arguments) if isinstance(arguments, tuple) else self.step(arguments)
+            self.training.attributes.check()
 
     def _go(self, path: Path, step: int, number: int) -> None:
         """Bring training to a point that has a checkpoint; one that cannot be read is trained."""
@@ -366,7 +382,7 @@ class Stages:
         self.applied.apply(dict(path.settings(step - 1)))
         try:
             with noted(lambda: f"in the evaluation of trial {number} after {step} steps"):
-                self.watched["evaluate"].check("evaluate")
+                self.watched["evaluate"].check()
                 value = _numbers(self.evaluate(self.step.model))
         finally:
             self._live = None

@@ -1,28 +1,25 @@
 """The state of training: all that the next steps depend on, as plain containers of tensors, and back to the bit.
 
-It is the parameters and buffers of model and loss, attributes of modules that are numbers, texts, tensors or containers
-of them, the optimizer's state, the scaler, and the generators of PyTorch, Python and NumPy. The options of the
-optimizer are not part of it: they are settings.
+It is the parameters and buffers of model and loss, the attributes of their modules, the optimizer's state, the scaler,
+and the generators of PyTorch, Python and NumPy. The options of the optimizer are not part of it: they are settings.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from daceml_train.driver.step import TrainingStep
-from daceml_train.errors import Invalid
+from daceml_train.trials.attributes import Attributes
+from daceml_train.trials.values import alike, copied, same
 
 State = dict[str, Any]
 """Dictionaries, lists, tuples, numbers, texts and tensors: what `torch.load(weights_only=True)` accepts."""
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class Stateful(Protocol):
@@ -50,29 +47,49 @@ class Training:
         self.trained = [p for group in step.optimizer.param_groups for p in group["params"]]
         self._spare: dict[int, dict[str, Any]] = {}
         """The optimizer's state of parameters that have none at the moment."""
+        self.attributes = Attributes(self.modules)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name, each once."""
+        return self._named()[0]
+
+    def own(self) -> list[Any]:
+        """What a state is the content of: functions that refer to it do not depend on what it is at the moment."""
+        parts = [self.step, self.step.optimizer, self.step.scaler, *self.also.values(), *self.tensors().values()]
+        parts += self.modules.values()
+        parts += [
+            module for part in self.also.values() if isinstance(part, torch.nn.Module) for module in part.modules()
+        ]
+        return [part for part in parts if part is not None]
+
+    def _named(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Parameters and buffers by name, each once; and further names of them, each with the first one."""
         found: dict[str, torch.Tensor] = {}
-        seen: set[int] = set()
+        first: dict[int, str] = {}
+        further: dict[str, str] = {}
         for path, module in self.modules.items():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
+                if tensor is None:
+                    continue
+                if id(tensor) in first:
+                    further[f"{path}.{name}"] = first[id(tensor)]
+                else:
+                    first[id(tensor)] = f"{path}.{name}"
                     found[f"{path}.{name}"] = tensor
-        outside = [p for p in self.trained if id(p) not in seen]
-        return found | {f"optimizer.{position}": p for position, p in enumerate(outside)}
+        outside = [p for p in self.trained if id(p) not in first]
+        return found | {f"optimizer.{position}": p for position, p in enumerate(outside)}, further
 
     # ---- there --------------------------------------------------------------------------------------------------
     def snapshot(self) -> State:
         """A copy of the state."""
-        state = self.step.optimizer.state
+        state, (tensors, further) = self.step.optimizer.state, self._named()
         return {
-            "tensors": {name: tensor.detach().clone() for name, tensor in self.tensors().items()},
-            "attributes": {path: _attributes(module) for path, module in self.modules.items()},
-            "optimizer": [_copied(dict(state.get(p, {}))) for p in self.trained],
+            "tensors": {name: tensor.detach().clone() for name, tensor in tensors.items()},
+            "further names": further,
+            "attributes": self.attributes.snapshot(tensors),
+            "optimizer": [copied(dict(state.get(p, {}))) for p in self.trained],
             "scaler": None if self.step.scaler is None else dict(self.step.scaler.state_dict()),
-            "also": {name: _copied(part.state_dict()) for name, part in self.also.items()},
+            "also": {name: copied(part.state_dict()) for name, part in self.also.items()},
             "generators": generators(),
         }
 
@@ -80,24 +97,43 @@ class Training:
     def restore(self, state: State) -> None:
         """Make the state what it was, in the tensors that a compiled step is bound to."""
         with torch.no_grad():
-            for name, tensor in self.tensors().items():
-                tensor.copy_(state["tensors"][name])
+            self._restore_tensors(state["tensors"], state["further names"])
             for parameter, saved in zip(self.trained, state["optimizer"], strict=True):
                 self._restore_optimizer(parameter, saved)
         self.restore_attributes(state)
         if self.step.scaler is not None:
             self.step.scaler.load_state_dict(state["scaler"])
         for name, part in self.also.items():
-            part.load_state_dict(_copied(state["also"][name]))
+            part.load_state_dict(copied(state["also"][name]))
         restore_generators(state["generators"])
 
     def restore_attributes(self, state: State) -> None:
         """Set the attributes of modules, whether they train among them, to what they were."""
+        self.attributes.restore(state["attributes"], self.tensors())
+
+    def _restore_tensors(self, saved: Mapping[str, torch.Tensor], further: Mapping[str, str]) -> None:
+        """Parameters and buffers; a buffer of another shape, and one that was not there, are set in their modules."""
+        for name, tensor in self.tensors().items():
+            if name in saved and alike(tensor, saved[name]):
+                tensor.copy_(saved[name])
         for path, module in self.modules.items():
-            saved = state["attributes"][path]
-            for name, value in _attributes(module, copy=False).items():
-                if name in saved and not same(value, saved[name]):
-                    setattr(module, name, _copied(saved[name]))
+            own = f"{path}."
+            for name in [n for n in module._buffers if own + n not in saved and own + n not in further]:
+                module._buffers[name] = None
+            for name, now in [*module._parameters.items(), *module._buffers.items()]:
+                value = saved.get(own + name)
+                if value is None or (now is not None and alike(now, value)):
+                    continue
+                if name in module._buffers:
+                    device = value.device if now is None else now.device
+                    module._buffers[name] = value.to(device, copy=True)
+                elif now is not None:
+                    now.data = value.to(now.device, copy=True)
+        tensors = self.tensors()
+        for name, first in further.items():
+            path, _, last = name.rpartition(".")
+            if last in self.modules[path]._buffers:
+                self.modules[path]._buffers[last] = tensors[first]
 
     def _restore_optimizer(self, parameter: torch.Tensor, saved: Mapping[str, Any]) -> None:
         state = self.step.optimizer.state
@@ -112,16 +148,18 @@ class Training:
             del own[name]
         for name, value in saved.items():
             now = own.get(name)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and _alike(now, value):
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and alike(now, value):
                 now.copy_(value)
             else:
-                own[name] = value.to(_device(name, value, parameter), copy=True) if _is_tensor(value) else value
+                device = _device(name, value, parameter) if isinstance(value, torch.Tensor) else None
+                own[name] = copied(value) if device is None else value.to(device, copy=True)
 
     def moved(self, state: State) -> str:
         """The name of a tensor that is not what it was in a snapshot, or nothing."""
-        for name, tensor in self.tensors().items():
-            if not same(tensor.detach(), state["tensors"][name]):
-                return name.removeprefix("model.")
+        now, before = self.tensors(), state["tensors"]
+        for name in [*now, *before]:
+            if name not in now or name not in before or not same(now[name].detach(), before[name]):
+                return str(name).removeprefix("model.")
         optimizer = self.step.optimizer.state
         for position, (parameter, saved) in enumerate(zip(self.trained, state["optimizer"], strict=True)):
             if not same(dict(optimizer.get(parameter, {})), dict(saved)):
@@ -172,100 +210,9 @@ def seeded(seed: int) -> dict[str, Any]:
         restore_generators(now)
 
 
-def same(first: Any, second: Any) -> bool:
-    """Whether two states are equal to the bit: NaN equals itself, and zeros differ by their sign."""
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        if not _alike(first, second):
-            return False
-        return bool(torch.equal(raw(first), raw(second).to(first.device)))
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(value, second[name]) for name, value in first.items())
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(same, first, second))
-    if isinstance(first, float):
-        return bool(first.hex() == second.hex())
-    return bool(first == second)
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, in its order of elements."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def digest_of(state: Any) -> str:
-    """A hash of a state."""
-    found = hashlib.sha256()
-    for part in _texts(state):
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
-    return found.hexdigest()[:32]
-
-
-def size_of(state: Any) -> int:
-    """The bytes of a state's tensors."""
-    if isinstance(state, torch.Tensor):
-        return state.nbytes
-    parts: Sequence[Any] = list(state.values()) if isinstance(state, dict) else state
-    return sum(map(size_of, parts)) if isinstance(state, dict | list | tuple) else 0
-
-
-def _texts(value: Any) -> Iterator[bytes]:
-    if isinstance(value, torch.Tensor):
-        yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield raw(value).cpu().numpy().tobytes()
-    elif isinstance(value, dict):
-        yield f"dict {len(value)}".encode()
-        for name, entry in value.items():
-            yield str(name).encode()
-            yield from _texts(entry)
-    elif isinstance(value, list | tuple):
-        yield f"{type(value).__name__} {len(value)}".encode()
-        for entry in value:
-            yield from _texts(entry)
-    else:
-        yield (value.hex() if isinstance(value, float) else f"{type(value).__name__}:{value!r}").encode()
-
-
-def _attributes(module: torch.nn.Module, copy: bool = True) -> dict[str, Any]:
-    """The attributes that are numbers, texts, tensors, or containers of them; PyTorch's begin with an underscore."""
-    found = {name: value for name, value in vars(module).items() if not name.startswith("_") and _is_plain(value)}
-    return _copied(found) if copy else found
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(type(name) in (str, int) and _is_plain(entry) for name, entry in value.items())
-    return type(value) in _PLAIN or type(value) is torch.Tensor
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {name: _copied(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_copied, value)) if type(value) in (list, tuple) else tuple(map(_copied, value))
-    if value is None or isinstance(value, _PLAIN):
-        return value
-    advice = "keep numbers, texts, tensors, or containers of them"
-    raise Invalid(f"a state that is saved contains {type(value).__name__}", advice=advice)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.dtype is second.dtype and first.shape == second.shape
-
-
 def _device(name: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.device:
     """Where a tensor of an optimizer's state belongs: beside its parameter, or on the CPU, where a count was saved."""
     return parameter.device if value.ndim or value.device == parameter.device else value.device
 
 
-__all__ = ["State", "Stateful", "Training", "generators", "restore_generators", "same", "seeded"]
+__all__ = ["State", "Stateful", "Training", "generators", "restore_generators", "seeded"]

@@ -2,51 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from daceml_train.errors import Invalid
-from daceml_train.trials.state import digest_of, generators, restore_generators
+from daceml_train.trials.fingerprints import Seen, parts_of
+from daceml_train.trials.state import generators, restore_generators
+from daceml_train.trials.values import digest_of
 
 _SAMPLE = 1024
 """How many elements of a tensor are compared."""
+_QUESTIONS = 8
+"""For how many steps data is called twice."""
+_CHANGED = "leave it as it is, or create another Stages: its points are others"
 _ADVICE = "data(step, settings) is a function of these two and of the generators of PyTorch, Python, and NumPy"
 
 
 class Watched:
-    """The tensors and arrays that `data` and `evaluate` refer to, as they were when trials began."""
+    """What `data` or `evaluate` refers to, as it was when trials began.
 
-    def __init__(self, found: Iterable[Any]) -> None:
+    `found` are the tensors and arrays among it, whose content is looked at in each segment. All else is compared from
+    one call of the user's to the next: what changes within a call, the function itself has written.
+    """
+
+    def __init__(self, role: str, function: Any, found: Iterable[Any], own: Iterable[Any]) -> None:
+        self.role, self.function, self._own = role, function, list(own)
         self._marks = {id(value): (value, _mark(value)) for value in found if _has_content(value)}
-        self._asked = False
+        self._parts = {} if function is None else parts_of(function, self._own)
+        self._asked: set[int] = set()
 
-    def check(self, role: str) -> None:
+    def begin(self) -> None:
+        """Raise `Invalid` if what the function refers to has changed since the last call."""
+        now = self._now()
+        for name, part in self._parts.items():
+            if now.get(name) != part:
+                what = f"{self.role} refers to {name.rpartition(': ')[2]}, which has changed since Stages(...)"
+                raise Invalid(f"{what} was created", advice=_CHANGED)
+
+    def end(self) -> None:
+        """Leave out from now on what has changed within a call."""
+        now = self._now()
+        self._parts = {name: part for name, part in self._parts.items() if now.get(name) == part}
+
+    def _now(self) -> dict[str, str]:
+        return parts_of(self.function, self._own) if self._parts else {}
+
+    def check(self) -> None:
         """Raise `Invalid` if the content has changed: points that are trained and later ones do not belong together."""
         for value, mark in self._marks.values():
             if _mark(value) != mark:
-                what = f"{role} refers to {_described(value)} that has changed since Stages(...) was created"
-                raise Invalid(what, advice="leave it as it is, or create another Stages: its points are others")
+                what = f"{self.role} refers to {_described(value)} that has changed since Stages(...) was created"
+                raise Invalid(what, advice=_CHANGED)
 
-    def ask_twice(self, data: Callable[[int, dict[str, Any]], Any], step: int, settings: Mapping[str, Any]) -> None:
-        """Raise `Invalid` if `data` returns other arguments for equal ones. Later calls of this method ask nothing.
+    def ask_twice(self, step: int, settings: Mapping[str, Any]) -> None:
+        """Raise `Invalid` if `data` returns other arguments for equal ones, or moves generators in another way.
 
-        What it writes itself, such as a buffer for batches, is not compared from now on.
+        Steps are asked for once each, the first `_QUESTIONS` of them. What `data` writes itself, such as a buffer for
+        batches, is not compared from now on.
         """
-        if self._asked:
+        if step in self._asked or len(self._asked) >= _QUESTIONS:
             return
-        state = generators()
-        first = _digest(data(step, dict(settings)))
+        state, found = generators(), []
+        for _ in range(2):
+            restore_generators(state)
+            arguments = _digest(self.function(step, dict(settings)))
+            found.append((arguments, digest_of(generators())))
         restore_generators(state)
-        second = _digest(data(step, dict(settings)))
-        restore_generators(state)
-        if first != second:
-            what = f"data({step}, ...) returned other arguments when it was called a second time"
-            raise Invalid(what, advice=_ADVICE)
+        if found[0] != found[1]:
+            drew = "" if found[0][0] != found[1][0] else "and drew other numbers "
+            what = "returned other arguments" if not drew else "returned equal arguments"
+            raise Invalid(f"data({step}, ...) {what} {drew}when it was called a second time", advice=_ADVICE)
         self._marks = {key: entry for key, entry in self._marks.items() if _mark(entry[0]) == entry[1]}
-        self._asked = True
+        self._asked.add(step)
+
+
+def watched(functions: Mapping[str, Any], seen: Mapping[str, Seen], own: Iterable[Any]) -> dict[str, Watched]:
+    """What is watched of `data` and `evaluate`: all that they refer to, except `own` and what `apply` may write."""
+    written = {key: value for key, value in seen["apply"].items() if _has_content(value)}
+    held = [*own, *written.values()]
+    return {
+        role: Watched(role, functions[role], (v for k, v in seen[role].items() if k not in written), held)
+        for role in ("data", "evaluate")
+    }
 
 
 def _has_content(value: Any) -> bool:
@@ -87,4 +127,4 @@ def _comparable(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else type(value).__qualname__
 
 
-__all__ = ["Watched"]
+__all__ = ["Watched", "watched"]

@@ -11,7 +11,7 @@ import daceml_train as dt
 from daceml_train.storage import files
 from daceml_train.trials import checkpoints
 from daceml_train.trials.checkpoints import Store
-from daceml_train.trials.state import same
+from daceml_train.trials.values import same
 from tests.trials.net import TRIALS, stages
 from tests.trials.test_stages import equal_to_alone
 

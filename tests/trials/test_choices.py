@@ -11,7 +11,7 @@ from torch import nn
 import daceml_train as dt
 from daceml_train.runtime import tune_matmul
 from daceml_train.runtime.bound_plan import BoundPlan
-from daceml_train.trials.state import same
+from daceml_train.trials.values import same
 
 pytestmark = pytest.mark.compiled
 X, Y = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 4

@@ -10,7 +10,8 @@ import pytest
 import daceml_train as dt
 from daceml_train.trials.ray_tune import continued, history, number
 from daceml_train.trials.recipe import Recipe, rebuilt
-from daceml_train.trials.state import generators, same
+from daceml_train.trials.state import generators
+from daceml_train.trials.values import same
 from tests.trials.net import TRIALS, accuracy, data, drops, new_step, stages
 from tests.trials.test_stages import equal_to_alone
 

@@ -11,7 +11,8 @@ from torch import nn
 import daceml_train as dt
 from daceml_train.trials import stacks
 from daceml_train.trials.stacks import Stacks
-from daceml_train.trials.state import State, same
+from daceml_train.trials.state import State
+from daceml_train.trials.values import same
 from tests.trials.net import TRIALS, accuracy, data, drops, stages
 
 S = dt.schedule

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import daceml_train as dt
-from daceml_train.trials.state import State, same
+from daceml_train.trials.state import State, generators
+from daceml_train.trials.values import same
 from tests.trials.net import TRIALS, X, Y, accuracy, data, drops, new_step, stages
 
 S = dt.schedule
@@ -175,11 +176,30 @@ def test_pruned_and_interleaved_trials() -> None:
     assert stages(seed=0).root == found.root == dt.Stages(found.step, data=data, evaluate=accuracy, seed=0).root
 
 
+def test_the_caller_has_generators_and_values_of_its_own() -> None:
+    def both(model: nn.Module) -> dict[str, Any]:
+        return {"accuracy": accuracy(model), "rest": [1.0, 2.0]}
+
+    found = dt.Stages(new_step(), data=data, evaluate=both, seed=0)
+    before, rates = generators(), iter([0.1, 0.2])
+    for number, rate in enumerate(rates):
+        values = dict(found.run(number, {"lr": rate}, 2))
+        values[2].pop("accuracy"), values[2]["rest"].pop()
+    again = found.run_all([{"lr": 0.1}, {"lr": 0.2}], 2)
+    again[0][2]["rest"].clear()
+    assert [sorted(value[2]) for value in found.run_all([{"lr": 0.1}, {"lr": 0.2}], 2)] == 2 * [["accuracy", "rest"]]
+    assert found.run_all([{"lr": 0.1}], 2)[0][2]["rest"] == [1.0, 2.0]
+    assert same(generators(), before)
+    found.load({"lr": 0.1}, 2)
+    assert not same(generators(), before)
+
+
 def test_an_evaluation_leaves_all_as_it_was() -> None:
     found = stages(seed=0)
     for steps, _ in found.run(0, TRIALS[0], (3, 6)):
         assert found._last[0][0] == steps
-        assert same(found.training.snapshot(), found._last[1])
+        now = found.training.snapshot() | {"generators": found._last[1]["generators"]}  # those are the caller's
+        assert same(now, found._last[1])
 
 
 def test_little_memory_costs_steps_and_no_bits() -> None:
