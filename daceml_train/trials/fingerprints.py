@@ -56,7 +56,7 @@ def fingerprint(value: Any, role: str, name: str | None, seen: Seen | None = Non
     return digest(*hashed.texts(value))
 
 
-def parts_of(function: Any, own: Iterable[Any]) -> dict[str, str]:
+def hashes_of(function: Any, own: Iterable[Any]) -> dict[str, str]:
     """Hashes of a function, of those that it refers to, and of what they refer to, by name, without large contents.
 
     Tensors and arrays are left out, and the text of modules.
@@ -337,4 +337,4 @@ def _article(name: str) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-__all__ = ["Seen", "fingerprint", "hooks", "parts_of"]
+__all__ = ["Seen", "fingerprint", "hashes_of", "hooks"]

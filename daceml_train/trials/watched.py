@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from daceml_train.errors import Invalid
-from daceml_train.trials.fingerprints import Seen, parts_of
+from daceml_train.trials.fingerprints import Seen, hashes_of
 from daceml_train.trials.state import generators, restore_generators
 from daceml_train.trials.values import digest_of
 
@@ -31,7 +31,7 @@ class Watched:
     def __init__(self, role: str, function: Any, found: Iterable[Any], own: Iterable[Any]) -> None:
         self.role, self.function, self._own = role, function, list(own)
         self._marks = {id(value): (value, _mark(value)) for value in found if _has_content(value)}
-        self._parts = {} if function is None else parts_of(function, self._own)
+        self._parts = {} if function is None else hashes_of(function, self._own)
         self._asked: set[int] = set()
 
     def begin(self) -> None:
@@ -48,7 +48,7 @@ class Watched:
         self._parts = {name: part for name, part in self._parts.items() if now.get(name) == part}
 
     def _now(self) -> dict[str, str]:
-        return parts_of(self.function, self._own) if self._parts else {}
+        return hashes_of(self.function, self._own) if self._parts else {}
 
     def check(self) -> None:
         """Raise `Invalid` if the content has changed: points that are trained and later ones do not belong together."""

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+import daceml_train as dt
 from benchmarks.novel import operators
 from benchmarks.novel.cases import SMALL, operands
 from daceml_train.analysis.interpret import interpret
 from daceml_train.autodiff.reverse import differentiate
-from daceml_train.driver import expression
 from daceml_train.expressions import array
 from daceml_train.expressions.operator import Expression
 from daceml_train.frontends.torch import types
@@ -94,7 +94,7 @@ def test_only_the_place_along_other_axes_is_looked_up() -> None:
 )
 def test_gradients_that_are_added_at_places_of_data_and_others(body: Any) -> None:
     """A sum at data's places begins with what covers the whole array, and with nothing that covers a part."""
-    operator = expression(body)
+    operator = dt.expression(body)
     x = torch.randn(6, dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([0, 4, 4])
     (expected,) = torch.autograd.grad(operator(x, ids).sum(), x)
