@@ -27,6 +27,7 @@ from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.graph.graph import Graph
 from daceml_train.graph.node import SEED
 from daceml_train.lowering.device import CPU
+from daceml_train.tensor import symbol
 from daceml_train.training.joint import Joint, Trained, joint_graph
 from daceml_train.training.stacked import stacked
 
@@ -74,8 +75,7 @@ class StackedStep:
         arena = step.arenas[CPU]
         linked = compile_graph(captured.graph, goal, step.options, CPU, arena)
         self.records, executable = linked.records, linked.executables[0]
-        sizes = {symbol: bound.plan.value(symbol) for symbol in executable.program.symbols}
-        self.plan = executable.plan([sizes[symbol] for symbol in executable.program.symbols])
+        self.plan = executable.plan([bound.plan.value(symbol(name)) for name in executable.program.symbols])
         self._bind(executable.program.inputs, {name: position for position, name in own.items()})
         self.norms: torch.Tensor | None = None
         """The norms of the last gradients before clipping, one per trial."""

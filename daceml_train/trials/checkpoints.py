@@ -53,6 +53,8 @@ class Store:
         self._scanned = -1
         self._records: list[dict[str, Any]] = []
         self.worker = f"{socket.gethostname()}-{os.getpid()}"
+        self._damaged: set[Point] = set()
+        """Points whose files cannot be read, and perhaps not be removed."""
         self.unsaved: set[Point] = set()
         """The points that could not be written."""
         if self.folder is not None:
@@ -81,14 +83,15 @@ class Store:
 
     def has(self, point: Point) -> bool:
         """Whether there is a checkpoint."""
-        return point in self._copies or (self.folder is not None and self._file(point).exists())
+        written = self.folder is not None and point not in self._damaged and self._file(point).exists()
+        return point in self._copies or written
 
     def load(self, point: Point, trial: int) -> State | None:
         """A checkpoint, which is not to be changed; None if it is missing or damaged."""
         if point in self._copies:
             self._copies.move_to_end(point)
             return self._copies[point]
-        if self.folder is None or not (file := self._file(point)).exists():
+        if self.folder is None or point in self._damaged or not (file := self._file(point)).exists():
             return None
         content = unsealed(file)
         state = None if content is None else _decoded(content)
@@ -98,6 +101,7 @@ class Store:
                 "the steps since the checkpoint before it are trained a second time",
                 stacklevel=2,
             )
+            self._damaged.add(point)
             with contextlib.suppress(OSError):
                 file.unlink()
             self._found.get(point[0], set()).discard(point[1])
@@ -114,6 +118,7 @@ class Store:
         torch.save(state, buffer)
         try:
             replace(file, sealed(buffer.getvalue(), file.name))
+            self._damaged.discard(point)
         except OSError as error:
             if not self.unsaved:
                 warnings.warn(

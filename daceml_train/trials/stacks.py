@@ -197,7 +197,7 @@ class Stacks:
 
     def _arguments(self, stage: Stage, step: int) -> tuple[Any, ...]:
         found = self.trainer.data(step, dict(stage.path.settings(step)))
-        return found if isinstance(found, tuple) else (found,)
+        return tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -120,6 +121,8 @@ class Stages:
         """Tells what this object is asked for from what others on the same storage are; a pool is one."""
         self._start = start
         self._live: Point | None = None
+        self._told = False
+        """Whether a warning has said that trials are not equal to the bit."""
         """The point at which the model is, while a call runs."""
         self._last: tuple[Point, State] = (0, self.root), start
         self._threads = torch.get_num_threads()
@@ -347,8 +350,15 @@ class Stages:
             self.training.attributes.begin(first)
             for step in range(segment.start, segment.end):
                 arguments = self.data(step, dict(settings))
-                self.step(*arguments) if isinstance(arguments, tuple) else self.step(arguments)
+                self.step(*arguments) if isinstance(arguments, tuple | list) else self.step(arguments)
             self.training.attributes.check()
+        if self.step.breaks and not self._told:
+            self._told = True
+            warnings.warn(
+                f"a search whose step is not one program ({self.step.breaks[0]}): trials equal separate ones up to "
+                "rounding only, and with dropout only if the step has random='eager'",
+                stacklevel=2,
+            )
 
     def _go(self, path: Path, step: int, number: int) -> None:
         """Bring training to a point that has a checkpoint; one that cannot be read is trained."""

@@ -93,12 +93,17 @@ def test_two_studies_share_a_storage(tmp_path: Path) -> None:
 
 
 @pytest.mark.compiled
-def test_a_damaged_checkpoint_costs_its_stage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("removable", [True, False])
+def test_a_damaged_checkpoint_costs_its_stage(tmp_path: Path, removable: bool) -> None:
     first = stages(tmp_path, seed=0)
     first.run_all(TRIALS[:2], 12)
     fork = first.path(TRIALS[0], 12)
     file = first.store._file((9, fork.key(9)))
-    file.write_bytes(file.read_bytes()[:-40])
+    if removable:
+        file.write_bytes(file.read_bytes()[:-40])
+    else:
+        file.unlink()
+        file.mkdir()
     second = stages(tmp_path, seed=0)
     third = {"lr": dt.schedule.steps(0.1, {6: 0.5, 9: 0.3})}
     with pytest.warns(UserWarning, match="after 9 steps is damaged"):

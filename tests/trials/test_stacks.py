@@ -160,3 +160,11 @@ def test_stacked_points_have_names_of_their_own(tmp_path: Path, at_once: None) -
     assert stages(tmp_path, seed=0, stacked=4).run_all(TRIALS, 12) == values
     with pytest.raises(dt.Invalid, match="stacked is a whole number from 1 on"):
         stages(stacked=0)
+
+
+def test_batch_sizes_are_settings(at_once: None) -> None:
+    """Each size is a program of its own."""
+    trials = [{"lr": rate, "batch": batch} for rate in (0.1, 0.05) for batch in (8, 16)]
+    values = stages(seed=0, stacked=2).run_all(trials, 6)
+    expected = stages(seed=0).run_all(trials, 6)
+    assert [own[6] for own in values] == pytest.approx([other[6] for other in expected], abs=0.02)
