@@ -377,7 +377,7 @@ def checked(transformation: Pass, graph: Graph, rest: Sequence[Pass] = ()) -> Gr
     """
     with named(transformation):
         result = transformation.run_before(graph, rest) if rest else transformation.run(graph)
-        check_signature(graph, result)
+        check_signature(transformation, graph, result)
         result = within(result, lambda body: checked(transformation, body, rest))
         if result is graph:
             return graph
@@ -402,11 +402,14 @@ def named(transformation: Pass) -> Iterator[None]:
         raise PassFailed(message, ours=ours, where=where, advice=advice) from error
 
 
-def check_signature(before: Graph, after: object) -> None:
-    """Raises `Invalid` where the result of a pass is no graph, or one with other inputs or results."""
+def check_signature(transformation: Pass, before: Graph, after: object) -> None:
+    """Raises `Invalid` where the result of a pass is no graph, or one with other inputs or results.
+
+    Passes of the level `distribution` may change these: each rank has a part of the optimizer's state.
+    """
     if not isinstance(after, Graph):
         raise Invalid(f"it returns a graph, and returned {type(after).__name__}")
-    if after is before:
+    if after is before or transformation.level == "distribution":
         return
     kinds = zip(("inputs", "outputs", "writes"), _signature(before), _signature(after), strict=True)
     for what, one, other in kinds:

@@ -272,7 +272,7 @@ class History:
             if after is graph:
                 return state
             with named(transformation):
-                check_signature(graph, after)
+                check_signature(transformation, graph, after)
                 after = mended(after)
                 verify_structure(after)
             if level == "forward":
