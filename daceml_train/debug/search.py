@@ -24,6 +24,7 @@ from daceml_train.debug.reproduction import excerpt, smallest, write
 from daceml_train.driver.function import run_with_layout
 from daceml_train.driver.goals import compile_differentiable
 from daceml_train.driver.settings import Settings
+from daceml_train.errors import PassFailed
 from daceml_train.graph.graph import Graph, Node, Role
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.operator import Array
@@ -195,7 +196,8 @@ class _Search:
         except Exception as raised:
             small, given = smallest(graph, arrays, lambda part, _: _raises(transformation, part))
             script = self.pass_script(transformation, small, given)
-            culprit = f"{transformation} raises {type(raised).__name__}: {raised}"
+            cause = raised.__cause__ if isinstance(raised, PassFailed) and raised.__cause__ else raised
+            culprit = f"{transformation} raises {type(cause).__name__}: {cause}"
             self.found("pass", culprit, _where(small), float("inf"), script)
             return None
         error = difference(graph, after, arrays)

@@ -19,6 +19,7 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
+from daceml_train.analysis.aliases import roots
 from daceml_train.analysis.chunks import mended
 from daceml_train.analysis.device_model import DeviceModel
 from daceml_train.analysis.reachability import required
@@ -411,6 +412,10 @@ def check_signature(transformation: Pass, before: Graph, after: object) -> None:
         raise Invalid(f"it returns a graph, and returned {type(after).__name__}")
     if after is before or transformation.level == "distribution":
         return
+    lost = before.writes.keys() - after.writes.keys()
+    if lost and all(roots(before)[before.writes[target]] == target for target in lost):
+        before = before.copy()  # an array that is written over itself need not be
+        before.writes = {target: name for target, name in before.writes.items() if target not in lost}
     kinds = zip(("inputs", "outputs", "writes"), _signature(before), _signature(after), strict=True)
     for what, one, other in kinds:
         if len(one) != len(other) or not all(map(_alike, one, other)):
