@@ -35,6 +35,13 @@ SLOWER = "the compiled pieces are slower than PyTorch, which runs the model"
 """Why a model in pieces has none."""
 
 
+LEVELS = 1.25
+"""Levels are kept if they take at most this share of PyTorch's time: batches of trees differ in size."""
+
+SLOWER_LEVELS = "a recursion over so few values that its levels are slower than PyTorch, which runs the model"
+"""Why a recursion has no levels."""
+
+
 class Faster:
     """Counts and times the calls of a step in pieces, or along paths."""
 
@@ -126,13 +133,6 @@ class NewKinds:
         """Note a call, by a program or not, of a new kind or not; whether that has settled that PyTorch is faster."""
         self.recent.append(new)
         return new and self.many and self.faster.ran(bound, seconds)
-
-
-LEVELS = 1.25
-"""Levels are kept if they take at most this share of PyTorch's time: batches of trees differ in size."""
-
-SLOWER_LEVELS = "a recursion over so few values that its levels are slower than PyTorch, which runs the model"
-"""Why a recursion has no levels."""
 
 
 class FasterModule:

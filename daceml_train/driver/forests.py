@@ -13,7 +13,8 @@ from daceml_train.driver.function import run_with_layout
 from daceml_train.driver.goals import Differentiable, compile_differentiable
 from daceml_train.driver.records import Record
 from daceml_train.driver.settings import Settings
-from daceml_train.frontends.torch.recursion.arguments import reason_of
+from daceml_train.errors import why
+from daceml_train.frontends.torch.capture.trace import first_line
 from daceml_train.frontends.torch.recursion.batch import Batch, Members
 from daceml_train.frontends.torch.recursion.cells import Cell
 from daceml_train.frontends.torch.recursion.derivatives import first_only
@@ -160,8 +161,9 @@ class Forests:
         try:
             result = self._compiled(Layout(cells))
         except Exception as error:  # of PyTorch's batching rules, too, which do not know every operator
-            self.note(f"a recursion whose levels PyTorch runs: {reason_of(error)}")
-            self.refused.update([c for c in cells if not c.batches] or cells)
+            alone = [cell for cell in cells if not cell.batches]
+            self.note(f"a recursion whose levels PyTorch runs: {first_line(error) if alone else why(error)}")
+            self.refused.update(alone or cells)
             return None
         self.spent += time.perf_counter() - start
         self.closed = self.compiled >= MOST and self.spent > SECONDS

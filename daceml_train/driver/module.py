@@ -331,9 +331,7 @@ def _gives_up(module: torch.nn.Module, state: ModuleState, name: str) -> bool:
         return False
     runs = sum(program.runs for programs in backend.programs.values() for program in programs)
     takes = faster.takes_pieces(backend.graphs, runs, bool(backend.breaks))
-    if faster.compiled is False:
-        backend.breaks.append(SLOWER)
-        logs.event(logs.BREAKS, SLOWER)
+    _note_slower(faster, backend, SLOWER)
     return not takes
 
 
@@ -347,10 +345,15 @@ def _leaves_levels(module: torch.nn.Module, state: ModuleState, recursion: Recur
         faster.disturbed()
         return False
     takes = faster.takes_pieces(recursion.programs, recursion.tried, True)
-    if faster.compiled is False:
-        state.backend.breaks.append(SLOWER_LEVELS)
-        logs.event(logs.BREAKS, SLOWER_LEVELS)
+    _note_slower(faster, state.backend, SLOWER_LEVELS)
     return not takes
+
+
+def _note_slower(faster: FasterModule, backend: Backend, why: str) -> None:
+    """Say why PyTorch runs a module, once that is settled."""
+    if faster.compiled is False:
+        backend.breaks.append(why)
+        logs.event(logs.BREAKS, why)
 
 
 def _log_guards(state: ModuleState, name: str) -> None:

@@ -54,6 +54,10 @@ def interval(term: Term) -> Interval | None:
     """
     if any(t.axis is not None and t.axis.size == 0 for t in children(term)):
         return 0, -1
+    return _range(term)
+
+
+def _range(term: Term) -> Interval | None:
     coefficients = affine(term)
     if coefficients is not None:
         low = high = coefficients.get(None, 0)
@@ -62,7 +66,7 @@ def interval(term: Term) -> Interval | None:
                 end = c * (axis.size - 1)
                 low, high = low + min(0, end), high + max(0, end)
         return low, high
-    parts = [interval(a) for a in term.args]
+    parts = [_range(a) for a in term.args]
     if term.op == "remainder" and (divisor := constant(term.args[1])) and divisor > 0:
         inner = parts[0]
         return inner if inner and inner[0] >= 0 and inner[1] < divisor else (0, divisor - 1)

@@ -121,9 +121,9 @@ class Stages:
         """Tells what this object is asked for from what others on the same storage are; a pool is one."""
         self._start = start
         self._live: Point | None = None
+        """The point at which the model is, while a call runs."""
         self._told = False
         """Whether a warning has said that trials are not equal to the bit."""
-        """The point at which the model is, while a call runs."""
         self._last: tuple[Point, State] = (0, self.root), start
         self._threads = torch.get_num_threads()
         self._lock = threading.RLock()

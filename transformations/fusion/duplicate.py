@@ -10,7 +10,7 @@ from daceml_train.ops.random import Uniform
 from daceml_train.passes.base import Candidate, Measured, Pass
 from daceml_train.tensor import Tensor
 from daceml_train.transformations.fusion.grouping import CONSTANT, MOVEMENT, POINTWISE, Group, Grouping, Item
-from daceml_train.transformations.fusion.repetition import OFTEN, spent, times
+from daceml_train.transformations.fusion.repetition import FLOPS, OFTEN, spent, times
 from daceml_train.transformations.fusion.siblings import magnitude
 
 FLOAT = 4
@@ -31,7 +31,7 @@ class DuplicateCheapProducers(Pass):
 
     level = "fusion"
     flops: int | None = None
-    repeated: int = 9
+    repeated: int = FLOPS
     limit: int = 96
 
     @property

@@ -12,7 +12,7 @@ from daceml_train.graph.graph import Graph
 from daceml_train.passes.base import Pass
 from daceml_train.transformations.fusion.grouping import Group, Grouping
 from daceml_train.transformations.fusion.matches import FusionMatch
-from daceml_train.transformations.fusion.repetition import repeated
+from daceml_train.transformations.fusion.repetition import FLOPS, repeated
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,17 @@ class Fusion(Pass):
 
 
 @dataclass(frozen=True)
-class FuseElementwise(Fusion):
+class _FuseUnrepeated(Fusion):
+    """Base of the passes that join producers whose values a kernel may have to compute more often than once."""
+
+    repeated: int = FLOPS
+
+    def pays(self, grouping: Grouping, producer: Group, consumer: Group) -> bool:
+        return not repeated(grouping, producer, consumer, self.repeated)
+
+
+@dataclass(frozen=True)
+class FuseElementwise(_FuseUnrepeated):
     """Compute a chain of elementwise operators in one kernel; intermediate values never reach memory.
 
     x -> [f] -> t -> [g] -> y      =>      x -> [f; g] -> y
@@ -75,17 +85,12 @@ class FuseElementwise(Fusion):
     dimensions of t compute f once, it does not count.
     """
 
-    repeated: int = 9
-
     def joins(self, producer: Group, consumer: Group) -> bool:
         return not producer.reduces and not consumer.reduces
 
-    def pays(self, grouping: Grouping, producer: Group, consumer: Group) -> bool:
-        return not repeated(grouping, producer, consumer, self.repeated)
-
 
 @dataclass(frozen=True)
-class FuseIntoReduction(Fusion):
+class FuseIntoReduction(_FuseUnrepeated):
     """Compute a reduction's operand in the kernel of the reduction.
 
     x -> [f] -> t -> [sum] -> y      =>      x -> [f; sum] -> y
@@ -93,13 +98,8 @@ class FuseIntoReduction(Fusion):
     `repeated` is that of `fuse_elementwise`.
     """
 
-    repeated: int = 9
-
     def joins(self, producer: Group, consumer: Group) -> bool:
         return not producer.reduces and consumer.reduces
-
-    def pays(self, grouping: Grouping, producer: Group, consumer: Group) -> bool:
-        return not repeated(grouping, producer, consumer, self.repeated)
 
 
 @dataclass(frozen=True)

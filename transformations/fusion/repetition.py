@@ -12,6 +12,8 @@ from daceml_train.transformations.fusion.siblings import magnitude
 
 OFTEN = 8
 """How often a costly value may be computed in one kernel, at most."""
+FLOPS = 9
+"""Operations per element that a kernel may spend on values which it computes often."""
 WORK = 150_000
 """Operations that are worth a kernel of their own: 5 us of a core that computes 16 elements at a time."""
 
@@ -74,4 +76,4 @@ def _added(shape: Shape, wider: Shape) -> Dim:
     return 1 if not own or (new and max(own) < min(new)) else product(wider[d] for d in new)
 
 
-__all__ = ["OFTEN", "repeated", "spent", "times"]
+__all__ = ["FLOPS", "OFTEN", "repeated", "spent", "times"]

@@ -75,7 +75,7 @@ class UpdateInPlace(Pass):
             index: {p: set(readers[graph.nodes[index].inputs[p[1]]]) - {index} for p in pairs}
             for index, (_, pairs) in kernels.items()
         }
-        order, dropped = ordered(graph, wanted, before)
+        order, dropped = ordered(graph, results, wanted, before)
         nodes = list(graph.nodes)
         for index, (kernel, pairs) in kernels.items():
             node, kept = nodes[index], [p for p in pairs if (index, p) not in dropped]
@@ -89,15 +89,17 @@ class UpdateInPlace(Pass):
 
 
 def ordered(
-    graph: Graph, wanted: Sequence[float], before: Mapping[int, Mapping[tuple[int, int], set[int]]]
+    graph: Graph,
+    results: Mapping[str, int],
+    wanted: Sequence[float],
+    before: Mapping[int, Mapping[tuple[int, int], set[int]]],
 ) -> tuple[list[int], set[tuple[int, tuple[int, int]]]]:
     """Nodes after their operands, and after those that read what they store over (`before`), by `wanted` otherwise.
 
     Two kernels may each read what the other one stores over. Then the one that comes first cannot store there: such
     pairs are returned, too.
     """
-    producer = {name: index for index, node in enumerate(graph.nodes) for name in node.outputs}
-    operands = [{producer[i] for i in node.inputs if i in producer} for node in graph.nodes]
+    operands = [{results[i] for i in node.inputs if i in results} for node in graph.nodes]
     waits = [set(found) for found in operands]
     for index, pairs in before.items():
         waits[index].update(*pairs.values())

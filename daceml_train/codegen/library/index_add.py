@@ -48,7 +48,8 @@ def rows_between(
     call = f"rows::{function}<{table.dtype.c}, {indices.dtype.c}>"
     lines = simplify((width + 15) // 16) if isinstance(width, int) else width
     numbers = (count, width, first, last, skipped, *table.strides, *places, *lying)
-    return launch_of("index_add.h", call, numbers, lines, simplify(count * width))
+    written = last - first if function == "gradient" else 0  # rows of zeros: they may be many more than those added
+    return launch_of("index_add.h", call, numbers, lines, simplify((count + written) * width))
 
 
 def _along(rows: Layout, group: int) -> tuple[Dim, ...] | None:

@@ -37,11 +37,6 @@ def name_of(function: Any) -> str:
     return str(getattr(function, "__name__", function))
 
 
-def reason_of(error: Exception) -> str:
-    """The first line of an error."""
-    return str(error).split("\n")[0] or type(error).__name__
-
-
 def laziness(args: Iterable[Any]) -> int:
     """1: a lazy value is among the arguments; 2: a tensor with a gradient; 4: a lazy value that is known."""
     state = 0

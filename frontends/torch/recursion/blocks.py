@@ -24,7 +24,7 @@ from daceml_train.frontends.torch.recursion.repeats import (
 )
 from daceml_train.frontends.torch.recursion.runs import Run
 from daceml_train.frontends.torch.recursion.simple import only_computes
-from daceml_train.frontends.torch.recursion.state import SCALARS, State
+from daceml_train.frontends.torch.recursion.state import SCALARS
 
 
 class Unkept(Exception):
@@ -131,7 +131,6 @@ class Block:
     def _described(self, recorder: Any, operands: Sequence[Any], given: Sequence[Any]) -> list[Operand] | None:
         """What is compared before a record is repeated; None where it cannot be."""
         found: list[Operand] = []
-        modules = _modules(recorder)
         first: dict[int, int] = {}
         for k, a in enumerate(operands):
             kind = type(a)
@@ -149,7 +148,7 @@ class Block:
             elif kind in SCALARS:
                 found.append((kind, a))
             elif isinstance(a, types.MethodType | torch.nn.Module):
-                if not only_computes(a, modules):
+                if not only_computes(a, recorder.modules):
                     return None
                 found.append(a)
             elif kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -165,12 +164,6 @@ def _structure(a: Any) -> Any:
     if kind is list:
         return len(a)
     return (kind, a, str(a)) if kind in SCALARS else kind
-
-
-def _modules(recorder: Any) -> frozenset[int]:
-    """The identities of the modules whose state is that of the recorder's records."""
-    states = [state for state, memo in recorder.structures.memo.items() if memo is recorder.memo]
-    return states[0].modules if states and isinstance(states[0], State) else frozenset()
 
 
 def _positions(operands: Sequence[Any], shared: Any) -> dict[int, Place]:

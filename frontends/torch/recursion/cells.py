@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from daceml_train.analysis.sizes import bind
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import capture
-from daceml_train.frontends.torch.recursion.arguments import reason_of
+from daceml_train.frontends.torch.capture.trace import first_line
 from daceml_train.frontends.torch.recursion.counts import COUNTS, for_any_count
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, meta, meta_of
 from daceml_train.frontends.torch.recursion.runs import Given, Reference, Run, Shared, Step, decoded
@@ -123,7 +123,7 @@ def step(structures: Any, at: Step, run: Run, key: tuple[Any, ...], keywords: bo
         with torch._C.DisableTorchFunction(), fakes.mode, watch, torch.set_grad_enabled(key[1]):
             result = key[0](*args, **kwargs)
     except Exception as error:  # whatever it is, PyTorch raises it on the values
-        output.refused = LOOK if "data" in type(error).__name__.lower() else str(error).split("\n")[0] or LOOK
+        output.refused = LOOK if "data" in type(error).__name__.lower() or not str(error) else first_line(error)
         return output
     if watch.reason:
         output.refused = watch.reason
@@ -253,7 +253,7 @@ class Cell:
                 return self._mapped(inputs, shared, count) if not inputs else list(self._any_count()(*inputs, *shared))
             except Exception as error:  # PyTorch does not batch an operator, or one raises, as it will again
                 results = self._one_by_one(inputs, shared, count)
-                self.alone = reason_of(error)
+                self.alone = first_line(error)
                 return results
         return self._one_by_one(inputs, shared, count)
 

@@ -34,9 +34,9 @@ def first_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         again = torch.is_grad_enabled()
         with torch.no_grad():
             found: Sequence[torch.Tensor | None] = backward(ctx, *cotangents)
-        if not again:
-            return found
         given = [g for g in found if g is not None]
+        if not again or not given:
+            return found
         marked = iter(_First.apply(torch.zeros((), requires_grad=True), *given))  # type: ignore[no-untyped-call]
         return tuple(None if g is None else next(marked) for g in found)
 

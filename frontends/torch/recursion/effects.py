@@ -20,24 +20,8 @@ GRAPH = frozenset(
 )
 """Functions that read or change PyTorch's own graph of a value, which a batch of many values has not."""
 
-_IN_PLACE = frozenset(
-    f"__i{name}__"
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-    )
-) | {"__setitem__", "__set__", "__delete__"}
+_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = frozenset(f"__i{name}__" for name in _OPERATORS) | {"__setitem__", "__set__", "__delete__"}
 _ALWAYS, _PERHAPS, _NEVER = range(3)
 _KINDS: dict[Any, int] = {}
 
@@ -88,10 +72,10 @@ class Held:
 
     def by(self, runs: list[Run], solos: list[Any], args: Any, kwargs: Any) -> bool:
         """Whether recorded operators read the memory of one of these arguments."""
-        given = {_memory(t) for t in _tensors((*args, *kwargs.values()))}
-        if not given:
-            return False
         with torch._C.DisableTorchFunction():
+            given = {_memory(t) for t in _tensors((*args, *kwargs.values()))}
+            if not given:
+                return False
             if self.fixed is None:
                 self.fixed = {_memory(t) for t in self.shared}
             whole = True
@@ -100,7 +84,7 @@ class Held:
                 whole = whole and run.sealed
                 self.looked += whole
             waiting = {_memory(t) for solo in solos for t in _tensors((*solo.args, *solo.kwargs.values()))}
-        return not given.isdisjoint(self.fixed | self.read | waiting)
+        return not all(map(given.isdisjoint, (self.fixed, self.read, waiting)))
 
 
 def _tensors(found: Iterable[Any]) -> Iterator[torch.Tensor]:

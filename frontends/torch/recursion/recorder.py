@@ -112,6 +112,8 @@ class Recorder(TorchFunctionMode):
         self.looks = 0
         self.events = 0
         """How often something happened that is not recorded."""
+        self.modules: frozenset[int] = getattr(state, "modules", frozenset())
+        """The identities of the modules whose state that is."""
         self.memo = structures.memo.setdefault(state, {})
         self.last: dict[Any, Callable[..., Any]] = structures.last.setdefault(state, {})
         """Per block, what repeats the record that was repeated last."""
@@ -153,11 +155,9 @@ class Recorder(TorchFunctionMode):
 
     def _now(self, state: int, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of a function of tensors that need not wait; operators that do are computed if it changes them."""
-        if self.pending and may_change(function, args, kwargs):
-            with torch._C.DisableTorchFunction():
-                changes = self.held.by(self.pending, self.solos, args, kwargs)
-            if changes:
-                self.flush()
+        reads = self.pending and may_change(function, args, kwargs)
+        if reads and self.held.by(self.pending, self.solos, args, kwargs):
+            self.flush()
         return function(*known(args), **known(kwargs)) if state & 4 or self.eager else function(*args, **kwargs)
 
     def _run_of(self, frame: types.FrameType) -> Run:
@@ -443,4 +443,5 @@ def computed(recorder: Recorder, found: Any) -> Any:
     with outside(recorder.grad or any(value.meta.requires_grad for value in lazies)):
         gathered(None, [lazies])
         leaves = [known(leaf) if type(leaf) is Lazy else leaf for leaf in leaves]
+    recorder.traced.clear()  # which keeps frames, with what their calls refer to
     return pytree.tree_unflatten(leaves, spec)
