@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
+from daceml_train.driver.backward_pass import Call, gradients_of, version_of
 from daceml_train.driver.binding import (
     differentiable_outputs,
     input_tensors,
@@ -17,17 +19,17 @@ from daceml_train.driver.binding import (
     sizes_of,
 )
 from daceml_train.driver.goals import Differentiable
+from daceml_train.driver.native_call import native_call
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.graph.graph import Role
 from daceml_train.graph.node import SEED
 from daceml_train.lowering.device import GPU
+from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.executor import InputMismatch
 from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs, Ticket
-from daceml_train.runtime.torch_types import torch_dtype
 from daceml_train.tensor import evaluate
-from daceml_train.training.sparse_gradients import assembled
 
 FORWARD_MODE = "a call inside forward-mode differentiation, which PyTorch runs"
 SHARED = "an argument, a parameter, or a buffer shares memory with one that the model writes"
@@ -51,22 +53,26 @@ def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> l
     try:
         return executable(inputs)
     except InputMismatch:
-        value = dict(zip(executable.program.symbols, executable.sizes_of(inputs), strict=True))
-        copied = []
-        written = []
-        for tensor, expected in zip(inputs, executable.program.inputs, strict=True):
-            strides = tuple(evaluate(s, value) for s in expected.strides)
-            lazy = tensor.is_conj() or tensor.is_neg()
-            if expected.packing is None and (lazy or tensor.stride() != strides):
-                copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-                written += [(tensor, copy)] if expected.mutable else []
-                tensor = copy.copy_(tensor.detach())
-            copied.append(tensor)
-        results = executable(copied)
-        with torch.no_grad():
-            for tensor, copy in written:
-                tensor.copy_(copy)
-        return results
+        return _run_on_copies(executable, inputs)
+
+
+def _run_on_copies(executable: Executable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    value = dict(zip(executable.program.symbols, executable.sizes_of(inputs), strict=True))
+    copied = []
+    written = []
+    for tensor, expected in zip(inputs, executable.program.inputs, strict=True):
+        strides = tuple(evaluate(s, value) for s in expected.strides)
+        lazy = tensor.is_conj() or tensor.is_neg()
+        if expected.packing is None and (lazy or tensor.stride() != strides):
+            copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+            written += [(tensor, copy)] if expected.mutable else []
+            tensor = copy.copy_(tensor.detach())
+        copied.append(tensor)
+    results = executable(copied)
+    with torch.no_grad():
+        for tensor, copy in written:
+            tensor.copy_(copy)
+    return results
 
 
 class CompiledGraph:
@@ -86,8 +92,7 @@ class CompiledGraph:
         copied: Collection[int] = (),
     ) -> None:
         self.note = note
-        self.runs = 0
-        """How often it has run."""
+        self._runs = 0
         self.captured, self.compiled, self.eager = captured, compiled, eager
         names = list(captured.graph.inputs)
         self.names = names
@@ -103,6 +108,21 @@ class CompiledGraph:
         self.unwanted = [i for i in range(len(names)) if i not in self.wanted] if self.wanted else []
         self.differentiable = frozenset(differentiable_outputs(captured))
         self.cuda_graphs = self._new_cuda_graphs() if cuda_graphs else None
+        outside = torch._dynamo.disable  # it is called where TorchDynamo is at work
+        self._native = native_call(self, outside(self.__call__), outside(self._gradients))
+        self._forward_plan: BoundPlan | None = None
+        self._backward_plan: BoundPlan | None = None
+        """What the last calls in Python ran, if nothing was copied before or afterwards."""
+
+    @property
+    def runs(self) -> int:
+        """How often it has run."""
+        return self._runs + (0 if self._native is None else self._native.runs)
+
+    @property
+    def entry(self) -> Callable[..., Any]:
+        """What runs a call: without Python once that is settled."""
+        return self if self._native is None else self._native.function
 
     def _new_cuda_graphs(self) -> CudaGraphPairs | None:
         """The CUDA graphs of both programs: parameters and buffers have fixed addresses, all other inputs move."""
@@ -119,7 +139,7 @@ class CompiledGraph:
 
     def forward(self, tensors: Sequence[torch.Tensor], awaited: bool) -> tuple[list[torch.Tensor], Ticket | None]:
         """Run the forward program; the ticket is for `backward`."""
-        changed = [(tensors[i], _version(tensors[i]) + count) for i, count in self.changes]
+        changed = [(tensors[i], version_of(tensors[i]) + count) for i, count in self.changes]
         outputs = self._run(tensors, awaited)
         for tensor, version in changed:
             if not tensor.is_inference():
@@ -136,12 +156,19 @@ class CompiledGraph:
                 pass
         if self.compiled.prepacked is not None:
             tensors = self.compiled.prepacked(tensors, run_with_layout)
-        return run_with_layout(executable, tensors), None
+        outputs, plan = _run_on_plan(executable, tensors)
+        again, self._forward_plan = plan is self._forward_plan, plan
+        if self._native is not None and again:  # sizes that are met once do not take the place of those of most calls
+            self._native.use(plan, self._backward_plan)
+        return outputs, None
 
     def laid_out(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Outputs of the forward program on `tensors`, in the strides of eager execution."""
         by_name = dict(zip(self.names, tensors, strict=True)) if self.captured.sized else {}
-        return laid_out(self.captured, outputs, sizes_of(self.captured, by_name))
+        results = laid_out(self.captured, outputs, sizes_of(self.captured, by_name))
+        if self._native is not None and any(a is not b for a, b in zip(results, outputs, strict=True)):
+            self._native = None  # these are copied in Python
+        return results
 
     def owners(self, results: Any, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Graph output -> its value in a call of `eager`, for outputs through which gradients flow."""
@@ -170,10 +197,29 @@ class CompiledGraph:
                 return self.cuda_graphs.backward(plan, tensors, ticket)
             except InputMismatch:
                 pass
-        return run_with_layout(executable, tensors)
+        outputs, self._backward_plan = _run_on_plan(executable, tensors)
+        return outputs
+
+    def _gradients(
+        self,
+        arguments: Sequence[Any],
+        versions: Sequence[int],
+        saved: Sequence[torch.Tensor],
+        cotangents: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        """The gradients `wanted`, for a native call; the cotangents are those of differentiable results."""
+        by_name = input_tensors(self.captured, arguments)
+        tensors = [by_name[name] if name in by_name else torch.empty(()) for name in self.names]
+        results: list[torch.Tensor | None] = [None] * len(self.captured.graph.outputs)
+        for i, cotangent in zip(sorted(self.differentiable), cotangents, strict=True):
+            results[i] = cotangent
+        found = gradients_of(self, Call(arguments, tensors, versions), lambda: saved, results)
+        if self._native is not None:
+            self._native.use(self._forward_plan, self._backward_plan)
+        return [found[position] for position in self.wanted]
 
     def __call__(self, *arguments: Any) -> Any:
-        self.runs += 1
+        self._runs += 1
         if torch.autograd.forward_ad._current_level >= 0:  # `optimize` sees that before; `torch.compile` does not
             return self._by_pytorch(FORWARD_MODE, arguments)
         by_name = input_tensors(self.captured, arguments)
@@ -210,12 +256,26 @@ class CompiledGraph:
         return not torch.is_inference_mode_enabled() and any(tensors[i].is_inference() for i in self.written)
 
 
+def _run_on_plan(
+    executable: Executable, inputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], BoundPlan | None]:
+    """The outputs, and the plan that ran; None where inputs had to be copied."""
+    try:
+        plan = executable.plan(executable.sizes_of(inputs))
+        return executable(inputs), plan
+    except InputMismatch:
+        return _run_on_copies(executable, inputs), None
+
+
 def shares_memory(tensors: Sequence[torch.Tensor], written: Sequence[int]) -> bool:
     """Whether an input that is written overlaps another one."""
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    several = {storage for storage, count in collections.Counter(storages).items() if count > 1}
     for i in written:
-        storage = tensors[i].untyped_storage()._cdata
+        if storages[i] not in several:
+            continue
         for k, other in enumerate(tensors):
-            if k != i and other.untyped_storage()._cdata == storage:
+            if k != i and storages[k] == storages[i]:
                 (start, end), (first, last) = memory_span(tensors[i]), memory_span(other)
                 if start < last and first < end:
                     return True
@@ -238,10 +298,10 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, graph: CompiledGraph, arguments: Sequence[Any], *tensors: torch.Tensor) -> Any:
-        outputs, ctx.ticket = graph.forward(tensors, awaited=graph.compiled.backward is not None)
+        outputs, ticket = graph.forward(tensors, awaited=graph.compiled.backward is not None)
         results, saved = outputs[: graph.compiled.results], outputs[graph.compiled.results :]
         results = graph.laid_out(results, tensors)
-        ctx.graph, ctx.call = graph, (arguments, tensors, [_version(t) for t in tensors])
+        ctx.graph, ctx.call = graph, Call(arguments, tensors, [version_of(t) for t in tensors], ticket)
         given = (
             t.clone() if i in graph.copied and not t.requires_grad else t for i in graph.kept for t in [tensors[i]]
         )
@@ -254,98 +314,14 @@ class _Function(torch.autograd.Function):
     @torch._dynamo.disable  # type: ignore[untyped-decorator]  # it may be called where TorchDynamo is at work, by a gradient inside the user's code
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         graph: CompiledGraph = ctx.graph
-        if all(
-            cotangent is None for cotangent in cotangents
-        ):  # a later graph reads a result that its loss does not use
+        if all(c is None for c in cotangents):
             return (None, None, *(None for _ in graph.names))
         if ctx.call is None:
             raise RuntimeError("a second backward pass through a compiled graph; the first needs retain_graph=True")
-        if graph.compiled.backward is None:  # no result depends on an input, though autograd sees them connected
-            return (None, None, *(None for _ in ctx.call[1]))
-        given = [cotangents[i] for i in graph.compiled.cotangents]
-        given = [g if g is None else _plain(g) for g in given]
-        if torch.is_grad_enabled():
-            return (None, None, *_eager_gradients(ctx, graph, given))
-        if any(g is not None and _batched(g) for g in given):
-            if graph.note is not None:
-                graph.note("gradients of a batch of cotangents at once (is_grads_batched, vectorize)")
-            return (None, None, *_eager_gradients(ctx, graph, given, create_graph=False))
-        tensors = [*ctx.saved_tensors, *(_filled(graph, k, c, ctx.call[1]) for k, c in enumerate(given))]
-        found = graph.backward(tensors, ctx.ticket)
-        gradients: list[torch.Tensor | None] = [None] * len(ctx.call[1])
-        absent = {k for k, cotangent in enumerate(given) if cotangent is None}
-        for position, index in graph.wanted.items():
-            if not graph.compiled.sources[index] <= absent:
-                parts = graph.compiled.sparse.get(index)
-                gradients[position] = found[index] if parts is None else assembled(parts, found, ctx.call[1][position])
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.call = ctx.ticket = None  # as saved tensors are freed
+        gradients = gradients_of(graph, ctx.call, lambda: ctx.saved_tensors, cotangents)
+        if not torch.is_grad_enabled() and not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.call = None  # as saved tensors are freed
         return (None, None, *gradients)
-
-
-def _plain(cotangent: torch.Tensor) -> torch.Tensor:
-    """A cotangent with all of its elements in memory; those that PyTorch creates lazily have none."""
-    if torch._is_zerotensor(cotangent):
-        return torch.zeros(cotangent.shape, dtype=cotangent.dtype, device=cotangent.device)
-    cotangent = cotangent.resolve_conj().resolve_neg()
-    return cotangent.contiguous() if 0 in cotangent.stride() else cotangent
-
-
-def _batched(tensor: torch.Tensor) -> bool:
-    """Whether a tensor represents a batch, inside `torch.func.vmap` or what `is_grads_batched` uses."""
-    functorch = torch._C._functorch
-    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _filled(
-    graph: CompiledGraph, number: int, cotangent: torch.Tensor | None, inputs: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """A cotangent; zeros for an output that the loss does not use."""
-    if cotangent is not None:
-        return cotangent
-    captured = graph.captured.graph
-    expected = captured.tensors[captured.outputs[graph.compiled.cotangents[number]]]
-    sizes = sizes_of(graph.captured, dict(zip(graph.names, inputs, strict=True)))
-    shape = [evaluate(size, sizes) for size in expected.shape]
-    device = graph.compiled.forward.device.torch
-    return torch.zeros(shape, dtype=torch_dtype(expected.dtype), device=device)
-
-
-def _eager_gradients(
-    ctx: Any, graph: CompiledGraph, cotangents: Sequence[torch.Tensor | None], create_graph: bool = True
-) -> Any:
-    """Gradients by PyTorch, which runs the captured graph; with a graph of their own (`create_graph`)."""
-    if graph.captured.random:
-        raise RuntimeError(
-            "a gradient of a gradient, or of a batch of cotangents, "
-            "through dropout or other random operators is not available from a compiled "
-            "graph: PyTorch cannot reproduce their numbers; run this module without daceml_train"
-        )
-    if graph.written:
-        raise RuntimeError(
-            "a gradient of a gradient, or of a batch of cotangents, "
-            "through a graph that updates buffers (such as BatchNorm in training mode) is not "
-            "available from a compiled graph; call eval(), or run this module without daceml_train"
-        )
-    arguments, inputs, versions = ctx.call
-    if any(_version(t) != v for t, v in zip(inputs, versions, strict=True)):
-        raise RuntimeError("an input of a compiled graph was modified in place before a gradient of its gradient")
-    with torch.enable_grad():
-        results = graph.owners(graph.eager(*arguments), inputs)
-    outputs = zip(graph.compiled.cotangents, cotangents, strict=True)
-    pairs = [(results[i], g) for i, g in outputs if g is not None and i in results]
-    wanted = [inputs[i] for i in graph.wanted]
-    found = torch.autograd.grad(
-        [r for r, _ in pairs], wanted, [g for _, g in pairs], create_graph=create_graph, allow_unused=True
-    )
-    gradients: list[torch.Tensor | None] = [None] * len(inputs)
-    for position, gradient in zip(graph.wanted, found, strict=True):
-        gradients[position] = gradient
-    return gradients
 
 
 __all__ = ["CompiledGraph", "draw_seed", "run_with_layout"]

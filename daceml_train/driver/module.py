@@ -149,7 +149,7 @@ class Backend:
             else:
                 result = self.compile(module, examples)
             self.programs[frame()] = [*recent[1 - STORM :], result]
-            return result
+            return result.entry if isinstance(result, CompiledGraph) else result
         except Exception as error:  # training continues whatever fails in here
             scalars.start_over()
             self.break_off(why(error))

@@ -24,6 +24,7 @@ from daceml_train.runtime.executor import Plan
 from daceml_train.runtime.gpu.autotune import Autotuner
 from daceml_train.runtime.lane_entries import edges_of
 from daceml_train.runtime.launch_threads import Share, share
+from daceml_train.runtime.native_library import library
 from daceml_train.runtime.timing import Timing
 from daceml_train.runtime.tune_matmul import MatmulTuner
 from daceml_train.runtime.tune_threads import ThreadTuner
@@ -109,6 +110,7 @@ class Executable:
 
     def time(self, timing: Timing | None) -> None:
         """Measure each launch of each run from here on and add it to `timing`; None ends that."""
+        library().compiled_calls_end()
         with self._lock:
             self.timing = timing
             for plan in self._plans.values():

@@ -24,6 +24,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tensors_shared": (c_int, [_POINTER, _POINTER, c_int64, _POINTER, c_int64]),
     "identities_create": (_HANDLE, [_POINTER, _POINTER, _POINTER, c_int64, _POINTER, c_int64]),
     "identities_destroy": (None, [_HANDLE]),
+    "compiled_calls_end": (None, []),
+    "compiled_calls_epoch": (c_int64, []),
     "pool_install": (None, []),
     "pool_gate": (c_int, [c_int]),
     "pool_trim": (c_int64, []),
@@ -80,6 +82,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 _HOLDING: dict[str, tuple[Any, list[Any]]] = {
     "identities_hold": (c_int, [_HANDLE]),
     "records_create": (ctypes.py_object, [ctypes.py_object]),
+    "compiled_call_create": (ctypes.py_object, [ctypes.py_object]),
+    "compiled_call_programs": (c_int, [ctypes.py_object, _HANDLE, _HANDLE, ctypes.py_object]),
+    "compiled_call_runs": (c_int64, [ctypes.py_object]),
     "plan_call": (ctypes.py_object, [_HANDLE, _POINTER, c_int64, c_int]),
 }
 """Functions that run under the interpreter's lock: they read or create Python objects."""

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "compiled_call.h"
 #include "fingerprint.h"
 #include "identities.h"
 #include "leaves.h"
@@ -114,6 +115,13 @@ EXPORT Identities* identities_create(void* const* containers, const int* lists, 
   return made;
 }
 EXPORT _object* records_create(_object* classes) { return record_functions(classes); }
+EXPORT _object* compiled_call_create(_object* description) { return compiled_call(description); }
+EXPORT int compiled_call_programs(_object* function, PlanHandle* forward, PlanHandle* backward, _object* rest) {
+  return compiled_call_use(function, &forward->plan, backward == nullptr ? nullptr : &backward->plan, rest);
+}
+EXPORT int64_t compiled_call_runs(_object* function) { return own<CompiledCall>(PyCFunction_GetSelf(function))->runs; }
+EXPORT void compiled_calls_end() { ++epoch(); }
+EXPORT int64_t compiled_calls_epoch() { return epoch().load(); }
 EXPORT void identities_destroy(Identities* identities) { delete identities; }
 EXPORT int identities_hold(const Identities* identities) { return identities->hold(); }
 

@@ -3,6 +3,7 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -196,6 +197,15 @@ class Plan {
     for (size_t i = 0; i < outputs_.size(); ++i) outputs[i] = new at::Tensor(values.slots[outputs_[i]].value);
   }
 
+  // Whether these inputs have the layouts that the plan expects; null stands for one that has.
+  bool takes(void* const* inputs) const {
+    return std::all_of(bound_.begin(), bound_.end(), [this, inputs](int index) {
+      const Slot& slot = values.slots[index];
+      const auto* tensor = static_cast<const c10::TensorImpl*>(inputs[slot.index]);
+      return tensor == nullptr || slot.is_opaque || fits(*tensor, slot.layout);
+    });
+  }
+
   // The tag of the launch that ran last, -1 before the first.
   int current_tag() const { return current_ < 0 ? -1 : launches_[current_].tag; }
   size_t outputs() const { return outputs_.size(); }
@@ -350,11 +360,11 @@ class Plan {
   bool final_ = false;
 };
 
-// The outputs of a body, which belong to the caller.
-inline std::vector<at::Tensor> Control::call(Plan& body, const std::vector<void*>& inputs) const {
-  const std::lock_guard<Turn> guard(body.turn);
-  std::vector<void*> made(body.outputs());
-  body.run(inputs.data(), inputs.size(), made.data(), false);
+// The outputs of a run, which belong to the caller.
+inline std::vector<at::Tensor> outputs_of(Plan& plan, const std::vector<void*>& inputs) {
+  const std::lock_guard<Turn> guard(plan.turn);
+  std::vector<void*> made(plan.outputs());
+  plan.run(inputs.data(), inputs.size(), made.data(), false);
   std::vector<at::Tensor> outputs;
   outputs.reserve(made.size());
   for (void* output : made) {
@@ -362,6 +372,10 @@ inline std::vector<at::Tensor> Control::call(Plan& body, const std::vector<void*
     outputs.push_back(std::move(*owned));
   }
   return outputs;
+}
+
+inline std::vector<at::Tensor> Control::call(Plan& body, const std::vector<void*>& inputs) const {
+  return outputs_of(body, inputs);
 }
 
 // The rows of one kind in one level.

@@ -1,0 +1,128 @@
+"""The backward pass of a compiled graph: its program, or PyTorch where a program does not serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from daceml_train.driver.binding import sizes_of
+from daceml_train.runtime.gpu.cuda_graph_pair import Ticket
+from daceml_train.runtime.torch_types import torch_dtype
+from daceml_train.tensor import evaluate
+from daceml_train.training.sparse_gradients import assembled
+
+if TYPE_CHECKING:
+    from daceml_train.driver.function import CompiledGraph
+
+
+class Call(NamedTuple):
+    """A call of the forward program: its arguments, the tensors that they are, and their versions afterwards."""
+
+    arguments: Sequence[Any]
+    tensors: Sequence[torch.Tensor]
+    versions: Sequence[int]
+    ticket: Ticket | None = None
+
+
+def gradients_of(
+    graph: CompiledGraph,
+    call: Call,
+    saved: Callable[[], Sequence[torch.Tensor]],
+    cotangents: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor | None]:
+    """The gradient of each input, from the cotangents of all results; None for one that has none.
+
+    `saved` returns the inputs and results that the backward program reads.
+    """
+    nothing: list[torch.Tensor | None] = [None] * len(call.tensors)
+    if all(cotangent is None for cotangent in cotangents):  # a later graph reads a result that its loss does not use
+        return nothing
+    if graph.compiled.backward is None:  # no result depends on an input, though autograd sees them connected
+        return nothing
+    given = [cotangents[i] for i in graph.compiled.cotangents]
+    given = [g if g is None else _plain(g) for g in given]
+    if torch.is_grad_enabled():
+        return _eager_gradients(graph, call, given)
+    if any(g is not None and _batched(g) for g in given):
+        if graph.note is not None:
+            graph.note("gradients of a batch of cotangents at once (is_grads_batched, vectorize)")
+        return _eager_gradients(graph, call, given, create_graph=False)
+    found = graph.backward([*saved(), *(_filled(graph, k, c, call.tensors) for k, c in enumerate(given))], call.ticket)
+    gradients = nothing
+    absent = {k for k, cotangent in enumerate(given) if cotangent is None}
+    for position, index in graph.wanted.items():
+        if not graph.compiled.sources[index] <= absent:
+            parts = graph.compiled.sparse.get(index)
+            gradients[position] = found[index] if parts is None else assembled(parts, found, call.tensors[position])
+    return gradients
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _plain(cotangent: torch.Tensor) -> torch.Tensor:
+    """A cotangent with all of its elements in memory; those that PyTorch creates lazily have none."""
+    if torch._is_zerotensor(cotangent):
+        return torch.zeros(cotangent.shape, dtype=cotangent.dtype, device=cotangent.device)
+    cotangent = cotangent.resolve_conj().resolve_neg()
+    return cotangent.contiguous() if 0 in cotangent.stride() else cotangent
+
+
+def _batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor represents a batch, inside `torch.func.vmap` or what `is_grads_batched` uses."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
+def _filled(
+    graph: CompiledGraph, number: int, cotangent: torch.Tensor | None, inputs: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """A cotangent; zeros for an output that the loss does not use."""
+    if cotangent is not None:
+        return cotangent
+    captured = graph.captured.graph
+    expected = captured.tensors[captured.outputs[graph.compiled.cotangents[number]]]
+    sizes = sizes_of(graph.captured, dict(zip(graph.names, inputs, strict=True)))
+    shape = [evaluate(size, sizes) for size in expected.shape]
+    device = graph.compiled.forward.device.torch
+    return torch.zeros(shape, dtype=torch_dtype(expected.dtype), device=device)
+
+
+def _eager_gradients(
+    graph: CompiledGraph, call: Call, cotangents: Sequence[torch.Tensor | None], create_graph: bool = True
+) -> list[torch.Tensor | None]:
+    """Gradients by PyTorch, which runs the captured graph; with a graph of their own (`create_graph`)."""
+    if graph.captured.random:
+        raise RuntimeError(
+            "a gradient of a gradient, or of a batch of cotangents, "
+            "through dropout or other random operators is not available from a compiled "
+            "graph: PyTorch cannot reproduce their numbers; run this module without daceml_train"
+        )
+    if graph.written:
+        raise RuntimeError(
+            "a gradient of a gradient, or of a batch of cotangents, "
+            "through a graph that updates buffers (such as BatchNorm in training mode) is not "
+            "available from a compiled graph; call eval(), or run this module without daceml_train"
+        )
+    inputs = call.tensors
+    if any(version_of(t) != v for t, v in zip(inputs, call.versions, strict=True)):
+        raise RuntimeError("an input of a compiled graph was modified in place before a gradient of its gradient")
+    with torch.enable_grad():
+        results = graph.owners(graph.eager(*call.arguments), inputs)
+    outputs = zip(graph.compiled.cotangents, cotangents, strict=True)
+    pairs = [(results[i], g) for i, g in outputs if g is not None and i in results]
+    wanted = [inputs[i] for i in graph.wanted]
+    found = torch.autograd.grad(
+        [r for r, _ in pairs], wanted, [g for _, g in pairs], create_graph=create_graph, allow_unused=True
+    )
+    gradients: list[torch.Tensor | None] = [None] * len(inputs)
+    for position, gradient in zip(graph.wanted, found, strict=True):
+        gradients[position] = gradient
+    return gradients
+
+
+__all__ = ["Call", "gradients_of", "version_of"]

@@ -1,0 +1,119 @@
+"""Calls of a compiled graph without Python: the forward program, and a node of autograd with the backward program.
+
+Python runs the first calls, after which layouts, libraries and threads are settled, and each call that is not as usual:
+other sizes, a measurement, forward-mode differentiation, a subclass of tensors, memory that is written and shared; in
+the backward pass a gradient of a gradient, or a result that the loss does not use.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from daceml_train.graph.node import SEED
+from daceml_train.lowering.device import CPU
+from daceml_train.runtime.bound_plan import BoundPlan
+from daceml_train.runtime.executor import Plan
+from daceml_train.runtime.native_library import library
+
+if TYPE_CHECKING:
+    from daceml_train.driver.function import CompiledGraph
+
+CHANGES = 16
+"""How often a function may be given other plans: beyond that, sizes change from call to call."""
+
+_ATTRIBUTE, _SEED = -1, -2
+"""What stands for the position of an argument."""
+
+
+class NativeCall:
+    """The native function of a compiled graph, which calls `python` until it has plans, and where it must."""
+
+    def __init__(self, graph: CompiledGraph, python: Callable[..., Any], backward: Callable[..., Any]) -> None:
+        probe = torch.empty(())
+        captured, compiled = graph.captured, graph.compiled
+        sources = {source.name: source for source in captured.inputs}
+        positions, attributes = [], []
+        for name in graph.names:
+            source = sources.get(name)
+            attribute = source is not None and source.kind == "attribute"
+            attributes.append(source.value if attribute and source is not None else None)
+            positions.append(_SEED if source is None else _ATTRIBUTE if attribute else source.position)
+        differentiable = sorted(graph.differentiable)
+        description = (
+            python,
+            backward,
+            torch.Tensor,
+            torch.nn.Parameter,
+            probe,
+            probe._cdata,
+            tuple(positions),
+            tuple(attributes),
+            compiled.results if compiled.backward is not None else len(captured.graph.outputs),
+            tuple(source.index for source in captured.outputs),
+            tuple(differentiable),
+            tuple(graph.kept),
+            tuple(graph.names.index(name) for name in captured.graph.writes),
+            tuple(differentiable.index(i) for i in compiled.cotangents),
+            tuple(number for pair in graph.wanted.items() for number in pair),
+            tuple(number for pair in graph.changes for number in pair),
+        )
+        self.function: Any = library().compiled_call_create(description)
+        self._given: tuple[Any, ...] = ()
+        self._changes = 0
+
+    @property
+    def runs(self) -> int:
+        """How many calls ran without Python."""
+        return int(library().compiled_call_runs(self.function))
+
+    def use(self, forward: BoundPlan | None, backward: BoundPlan | None) -> None:
+        """Run these plans from here on, if nothing is measured or searched any more; None: Python runs the program."""
+        given = forward, backward, library().compiled_calls_epoch()
+        if forward is None or given == self._given or self._changes >= CHANGES:
+            return
+        if any(plan is not None and not _is_settled(plan) for plan in (forward, backward)):
+            return
+        self._changes += given[:2] != self._given[:2]
+        self._given = given
+        assert isinstance(forward.plan, Plan)
+        told = [None if p is None or p.contention is None else p.contention.add for p in (forward, backward)]
+        rest = (_owners(forward), () if backward is None else _owners(backward), *told, forward.threads, given)
+        back = None if backward is None else backward.plan._handle
+        library().compiled_call_programs(self.function, forward.plan._handle, back, rest)
+
+
+def native_call(
+    graph: CompiledGraph, python: Callable[..., Any], backward: Callable[..., Any]
+) -> NativeCall | None:
+    """The native function of a compiled graph; None for a graph whose calls need Python."""
+    captured, compiled = graph.captured, graph.compiled
+    if compiled.forward.device is not CPU or compiled.prepacked is not None or compiled.sparse or graph.copied:
+        return None
+    if captured.selection is not None or captured.draws or not captured.flat:
+        return None
+    if any(s.kind not in ("tensor", "attribute") for s in captured.inputs if s.name and s.name != SEED):
+        return None
+    for source, detached in zip(captured.outputs, captured.detached, strict=True):
+        if source.kind != "graph" or source.view is not None or source.version or not captured.outputs:
+            return None
+        if detached and source.index in graph.differentiable:
+            return None
+    found = NativeCall(graph, python, backward)
+    return found if found.function is not None else None
+
+
+def _is_settled(bound: BoundPlan) -> bool:
+    """Whether a plan runs as it is from here on, and hands over each output as it is."""
+    searched = bound.launch_threads is None or bound.launch_threads.done
+    return bound.timing is None and searched and all(isinstance(shape, int) for shape in bound._shapes)
+
+
+def _owners(bound: BoundPlan) -> tuple[int, ...]:
+    return tuple(shape for shape in bound._shapes if isinstance(shape, int))
+
+
+__all__ = ["NativeCall", "native_call"]

@@ -1,0 +1,403 @@
+// Calls of a compiled graph without Python: the forward program, and a node of autograd that runs the backward program.
+// Whatever is not as usual is left to functions of Python's, before anything has run; see `driver.native_call`.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/profiler/api.h>
+
+#include "plan.h"
+#include "python_error.h"
+#include "records.h"
+
+namespace daceml {
+
+// What the calls of one set of sizes run.
+struct Programs {
+  Plan* forward = nullptr;
+  Plan* backward = nullptr;                      // null: Python runs the backward pass
+  std::vector<int64_t> forward_outputs, backward_outputs;  // per output of the program, the plan's
+  _object *told_forward = nullptr, *told_backward = nullptr;  // what is told the seconds of a run, if anything is
+  _object* alive = nullptr;                      // owns all of these
+  int threads = 1;
+  int64_t epoch = 0;
+
+  ~Programs() {
+    const Interpreter lock;
+    if (lock) Py_DecRef(alive);
+  }
+};
+
+// Advances when programs are to run in Python again, as for a measurement.
+inline std::atomic<int64_t>& epoch() {
+  static std::atomic<int64_t> current{0};
+  return current;
+}
+
+inline bool is_usual(const Programs& programs) {
+  return programs.epoch == epoch().load(std::memory_order_relaxed) && programs.threads == at::get_num_threads() &&
+         !torch::profiler::impl::profilerEnabled();
+}
+
+// False: a tensor is not as the plan expects, or a launch failed; Python's run says why.
+inline bool run(Plan& plan, const std::vector<void*>& inputs, const std::vector<int64_t>& outputs,
+                std::vector<at::Tensor>& to, double& seconds) {
+  try {
+    const double begin = now();
+    const std::vector<at::Tensor> owned = outputs_of(plan, inputs);
+    seconds = now() - begin;
+    for (int64_t output : outputs) to.push_back(owned[static_cast<size_t>(output)]);
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+// Hold the lock of the interpreter. False after an error of Python.
+inline bool tell(_object* told, double seconds) {
+  if (told == nullptr) return true;
+  const Owned number(PyFloat_FromDouble(seconds));
+  _object* arguments[] = {number.get()};
+  const Owned result(number ? PyObject_Vectorcall(told, arguments, 1, nullptr) : nullptr);
+  return static_cast<bool>(result);
+}
+
+inline at::Tensor tensor_at(void* impl) {
+  using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  return at::Tensor(Pointer::reclaim_copy(static_cast<c10::TensorImpl*>(impl)));
+}
+
+// The description of a captured graph, which `driver.native_call` makes, and what its calls run.
+struct CompiledCall {
+  enum Place : int64_t { attribute = -1, seed = -2 };
+  struct Input {
+    int64_t position;  // among the arguments, or a `Place`
+    _object* tensor;   // of an attribute
+  };
+  struct Wanted {
+    int64_t input, gradient;
+  };
+  struct Change {
+    int64_t input, count;
+  };
+
+  _object *python = nullptr, *python_backward = nullptr;
+  _object* types[2];       // of tensors and parameters
+  size_t tensor_slot = 0;  // where their objects have the address of the tensor
+  std::vector<Input> inputs;
+  int64_t results = 0;                            // the first outputs; the others are kept for the backward program
+  std::vector<int64_t> returned, differentiable;  // results
+  std::vector<int64_t> kept, written;             // inputs
+  std::vector<int64_t> cotangents;                // per cotangent of the backward program, its place in `differentiable`
+  std::vector<Wanted> wanted;
+  std::vector<Change> changes;
+  std::shared_ptr<const Programs> programs;
+  int64_t runs = 0;
+
+  static _object* call(_object* self, _object* const* arguments, std::ptrdiff_t count) {
+    auto* op = own<CompiledCall>(self);
+    bool failed = false;
+    _object* result = op->natively(self, arguments, count, failed);
+    return result != nullptr || failed ? result : PyObject_Vectorcall(op->python, arguments, count, nullptr);
+  }
+
+  void* tensor_of(_object* object) const {
+    const bool plain = type_of(object) == types[0] || type_of(object) == types[1];
+    return plain ? *reinterpret_cast<void**>(reinterpret_cast<char*>(object) + tensor_slot) : nullptr;
+  }
+
+ private:
+  // Null, and not `failed`: nothing has run.
+  _object* natively(_object* self, _object* const* arguments, std::ptrdiff_t count, bool& failed);
+
+  bool gather(_object* const* arguments, std::ptrdiff_t count, std::vector<void*>& to) const {
+    to.reserve(inputs.size());
+    for (const Input& input : inputs) {
+      if (input.position == seed) {
+        to.push_back(nullptr);
+        continue;
+      }
+      if (input.position >= count) return false;
+      void* tensor = tensor_of(input.position < 0 ? input.tensor : arguments[input.position]);
+      if (tensor == nullptr || static_cast<c10::TensorImpl*>(tensor)->is_inference()) return false;
+      to.push_back(tensor);
+    }
+    return !writes_shared(to);
+  }
+
+  // Kernels assume that what they write has no alias.
+  bool writes_shared(const std::vector<void*>& tensors) const {
+    if (written.empty()) return false;
+    std::vector<const void*> storages;
+    for (void* tensor : tensors) storages.push_back(storage_of(tensor));
+    std::vector<const void*> own;
+    for (int64_t i : written) own.push_back(storages[static_cast<size_t>(i)]);
+    std::sort(storages.begin(), storages.end());
+    return std::any_of(own.begin(), own.end(), [&storages](const void* each) {
+      const auto [first, last] = std::equal_range(storages.begin(), storages.end(), each);
+      return last - first > 1;
+    });
+  }
+
+  static const void* storage_of(void* tensor) {
+    if (tensor == nullptr) return nullptr;
+    const auto& impl = *static_cast<c10::TensorImpl*>(tensor);
+    return impl.has_storage() ? impl.unsafe_storage().unsafeGetStorageImpl() : nullptr;
+  }
+
+  bool wants_gradient(const std::vector<void*>& tensors) const {
+    return c10::GradMode::is_enabled() && !differentiable.empty() &&
+           std::any_of(wanted.begin(), wanted.end(), [&tensors](const Wanted& each) {
+             return static_cast<c10::TensorImpl*>(tensors[static_cast<size_t>(each.input)])->requires_grad();
+           });
+  }
+
+  void connect(_object* self, _object* const* arguments, std::ptrdiff_t count, const std::vector<void*>& tensors,
+               const std::vector<at::Tensor>& outputs, std::shared_ptr<const Programs> ran) const;
+};
+
+using torch::autograd::variable_list;
+
+struct CompiledGraphBackward : torch::autograd::Node {
+  std::shared_ptr<const Programs> programs;
+  const CompiledCall* op = nullptr;
+  _object *owner = nullptr, *arguments = nullptr;  // of `op`, and of the call
+  std::vector<torch::autograd::SavedVariable> saved;
+  std::vector<int64_t> versions;  // of all inputs
+  bool released = false;
+
+  ~CompiledGraphBackward() override {
+    const Interpreter lock;
+    if (!lock) return;
+    if (arguments != nullptr) Py_DecRef(arguments);
+    if (owner != nullptr) Py_DecRef(owner);
+  }
+
+  std::string name() const override { return "CompiledGraphBackward"; }
+
+  void release_variables() override {
+    const Interpreter lock;
+    released = true;
+    saved.clear();
+    if (lock && arguments != nullptr) Py_DecRef(std::exchange(arguments, nullptr));
+  }
+
+  variable_list apply(variable_list&& cotangents) override {
+    TORCH_CHECK(!released, "a second backward pass through a compiled graph; the first needs retain_graph=True");
+    variable_list kept;
+    for (const auto& each : saved) kept.push_back(each.unpack(getptr()));
+    variable_list found;
+    return natively(cotangents, kept, found) ? found : in_python(cotangents, kept);
+  }
+
+ private:
+  bool natively(const variable_list& cotangents, const variable_list& kept, variable_list& found) const {
+    if (programs->backward == nullptr || c10::GradMode::is_enabled() || !is_usual(*programs)) return false;
+    std::vector<void*> inputs;
+    for (const at::Tensor& tensor : kept) inputs.push_back(tensor.unsafeGetTensorImpl());
+    variable_list dense;
+    for (int64_t place : op->cotangents) {
+      const at::Tensor& cotangent = cotangents[static_cast<size_t>(place)];
+      if (!cotangent.defined() || !is_plain(*cotangent.unsafeGetTensorImpl())) return false;
+      const auto strides = cotangent.strides();
+      const bool repeats = std::find(strides.begin(), strides.end(), 0) != strides.end();
+      dense.push_back(repeats ? cotangent.contiguous() : cotangent);
+      inputs.push_back(dense.back().unsafeGetTensorImpl());
+    }
+    std::vector<at::Tensor> outputs;
+    double seconds = 0.0;
+    if (!run(*programs->backward, inputs, programs->backward_outputs, outputs, seconds)) return false;
+    for (const CompiledCall::Wanted& each : op->wanted) found.push_back(outputs[static_cast<size_t>(each.gradient)]);
+    if (programs->told_backward != nullptr) {
+      const Interpreter lock;
+      if (!tell(programs->told_backward, seconds)) throw python_error();
+    }
+    return true;
+  }
+
+  // Gradients of gradients, of cotangents that are absent, and whatever else is not as usual.
+  variable_list in_python(const variable_list& cotangents, const variable_list& kept) const {
+    const Interpreter lock;
+    const Owned values(PyTuple_New(static_cast<std::ptrdiff_t>(kept.size())));
+    const Owned given(PyTuple_New(static_cast<std::ptrdiff_t>(cotangents.size())));
+    const Owned numbers(PyTuple_New(static_cast<std::ptrdiff_t>(versions.size())));
+    if (!values || !given || !numbers) throw python_error();
+    for (size_t i = 0; i < kept.size(); ++i) {
+      PyTuple_SetItem(values.get(), static_cast<std::ptrdiff_t>(i), THPVariable_Wrap(kept[i]));
+    }
+    for (size_t i = 0; i < cotangents.size(); ++i) {
+      _object* each = cotangents[i].defined() ? THPVariable_Wrap(cotangents[i]) : new_reference(none());
+      PyTuple_SetItem(given.get(), static_cast<std::ptrdiff_t>(i), each);
+    }
+    for (size_t i = 0; i < versions.size(); ++i) {
+      PyTuple_SetItem(numbers.get(), static_cast<std::ptrdiff_t>(i), PyLong_FromLong(versions[i]));
+    }
+    _object* all[] = {arguments, numbers.get(), values.get(), given.get()};
+    const Owned result(PyObject_Vectorcall(op->python_backward, all, 4, nullptr));
+    if (!result) throw python_error();
+    variable_list found;
+    for (std::ptrdiff_t i = 0; i < PyList_Size(result.get()); ++i) {
+      _object* gradient = PyList_GetItem(result.get(), i);
+      void* tensor = gradient == none() ? nullptr : op->tensor_of(gradient);
+      TORCH_CHECK(tensor != nullptr || gradient == none(), "gradient ", i, " of a compiled graph is not a plain tensor");
+      found.push_back(tensor == nullptr ? at::Tensor() : tensor_at(tensor));
+    }
+    return found;
+  }
+};
+
+// PyTorch 2.13 counts the references to nodes within them, versions before it beside them.
+template <class Pointer, class T>
+Pointer counted(T* node) {
+  if constexpr (requires { Pointer::unsafe_steal_from_new(node); }) {
+    return Pointer::unsafe_steal_from_new(node);
+  } else {
+    return Pointer(node, [](T* each) { deleteNode(each); });
+  }
+}
+
+inline void CompiledCall::connect(_object* self, _object* const* arguments, std::ptrdiff_t count,
+                                  const std::vector<void*>& tensors, const std::vector<at::Tensor>& outputs,
+                                  std::shared_ptr<const Programs> ran) const {
+  auto* made = new CompiledGraphBackward;
+  const auto node = counted<decltype(torch::autograd::Edge::function)>(made);
+  made->programs = std::move(ran);
+  made->op = this;
+  made->owner = new_reference(self);
+  made->arguments = PyTuple_New(count);
+  for (std::ptrdiff_t i = 0; i < count; ++i) PyTuple_SetItem(made->arguments, i, new_reference(arguments[i]));
+  torch::autograd::edge_list edges;
+  for (const Wanted& each : wanted) {
+    const at::Tensor tensor = tensor_at(tensors[static_cast<size_t>(each.input)]);
+    edges.push_back(tensor.requires_grad() ? torch::autograd::impl::gradient_edge(tensor) : torch::autograd::Edge());
+  }
+  made->set_next_edges(std::move(edges));
+  std::vector<const void*> connected;
+  for (int64_t i : differentiable) {
+    const at::Tensor& result = outputs[static_cast<size_t>(i)];
+    torch::autograd::impl::set_gradient_edge(result, {node, made->add_input_metadata(result)});
+    connected.push_back(result.unsafeGetTensorImpl());
+  }
+  for (int64_t i : kept) made->saved.emplace_back(tensor_at(tensors[static_cast<size_t>(i)]), false);
+  for (size_t i = static_cast<size_t>(results); i < outputs.size(); ++i) {
+    const bool result = std::count(connected.begin(), connected.end(), outputs[i].unsafeGetTensorImpl()) > 0;
+    made->saved.emplace_back(outputs[i], result);
+  }
+  for (void* tensor : tensors) {
+    made->versions.push_back(static_cast<c10::TensorImpl*>(tensor)->version_counter().current_version());
+  }
+}
+
+inline _object* CompiledCall::natively(_object* self, _object* const* arguments, std::ptrdiff_t count, bool& failed) {
+  const std::shared_ptr<const Programs> current = programs;
+  std::vector<void*> tensors;
+  if (current == nullptr || !is_usual(*current) || torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr ||
+      !gather(arguments, count, tensors)) {
+    return nullptr;
+  }
+  at::Tensor drawn;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs[i].position != seed) continue;
+    if (!current->forward->takes(tensors.data())) return nullptr;  // a number that is drawn is used
+    drawn = at::empty({}, at::kLong).random_();
+    tensors[i] = drawn.unsafeGetTensorImpl();
+  }
+  std::vector<c10::VariableVersion> counters;
+  std::vector<int64_t> versions;
+  for (const Change& change : changes) {
+    counters.push_back(static_cast<c10::TensorImpl*>(tensors[static_cast<size_t>(change.input)])->version_counter());
+    versions.push_back(counters.back().current_version() + change.count);
+  }
+  std::vector<at::Tensor> outputs;
+  double seconds = 0.0;
+  void* state = PyEval_SaveThread();
+  const bool ran = run(*current->forward, tensors, current->forward_outputs, outputs, seconds);
+  PyEval_RestoreThread(state);
+  if (!ran) return nullptr;
+  ++runs;
+  for (size_t i = 0; i < counters.size(); ++i) counters[i].set_version(versions[i]);
+  failed = true;
+  if (!tell(current->told_forward, seconds)) return nullptr;
+  try {
+    if (wants_gradient(tensors)) connect(self, arguments, count, tensors, outputs, current);
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  Owned result(PyTuple_New(static_cast<std::ptrdiff_t>(returned.size())));
+  for (size_t i = 0; result && i < returned.size(); ++i) {
+    const at::Tensor& output = outputs[static_cast<size_t>(returned[i])];
+    PyTuple_SetItem(result.get(), static_cast<std::ptrdiff_t>(i), THPVariable_Wrap(output));
+  }
+  return result.release();
+}
+
+inline std::vector<int64_t> integers_of(_object* tuple) {
+  std::vector<int64_t> found;
+  for (std::ptrdiff_t i = 0; i < PyTuple_Size(tuple); ++i) found.push_back(number(tuple, i));
+  return found;
+}
+
+// Where an object of this type has the address of its tensor, which is known for `probe`; 0 if it is not found.
+inline size_t tensor_slot_of(_object* probe, const void* tensor) {
+  auto* const* words = reinterpret_cast<void* const*>(probe);
+  for (size_t i = 2; i < 5; ++i) {
+    if (words[i] == tensor) return i * sizeof(void*);
+  }
+  return 0;
+}
+
+// A function of Python's that calls a compiled graph; null and no error where PyTorch's tensors are laid out otherwise.
+inline _object* compiled_call(_object* description) {
+  static Method method{"compiled_graph", CompiledCall::call, FAST, "Calls a compiled graph."};
+  auto op = std::make_unique<CompiledCall>();
+  std::ptrdiff_t at = 0;
+  const auto next = [&] { return item(description, at++); };
+  op->python = next(), op->python_backward = next();
+  op->types[0] = next(), op->types[1] = next();
+  _object* probe = next();
+  op->tensor_slot = tensor_slot_of(probe, reinterpret_cast<void*>(PyLong_AsLongLong(next())));
+  if (op->tensor_slot == 0) return new_reference(none());
+  const std::vector<int64_t> positions = integers_of(next());
+  _object* attributes = next();
+  for (size_t i = 0; i < positions.size(); ++i) {
+    op->inputs.push_back({positions[i], item(attributes, static_cast<std::ptrdiff_t>(i))});
+  }
+  op->results = PyLong_AsLongLong(next());
+  for (auto* list : {&op->returned, &op->differentiable, &op->kept, &op->written, &op->cotangents}) {
+    *list = integers_of(next());
+  }
+  const std::vector<int64_t> wanted = integers_of(next()), changes = integers_of(next());
+  for (size_t i = 0; i + 1 < wanted.size(); i += 2) op->wanted.push_back({wanted[i], wanted[i + 1]});
+  for (size_t i = 0; i + 1 < changes.size(); i += 2) op->changes.push_back({changes[i], changes[i + 1]});
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  return function_of(&method, std::move(op), {description});
+}
+
+// Lets a function of `compiled_call` run these plans: forward, backward or 0; outputs of both; what is told; threads.
+inline int compiled_call_use(_object* function, Plan* forward, Plan* backward, _object* rest) {
+  auto programs = std::make_shared<Programs>();
+  programs->alive = new_reference(rest);
+  programs->forward = forward, programs->backward = backward;
+  programs->forward_outputs = integers_of(item(rest, 0)), programs->backward_outputs = integers_of(item(rest, 1));
+  const auto told = [rest](std::ptrdiff_t i) { return item(rest, i) == none() ? nullptr : item(rest, i); };
+  programs->told_forward = told(2), programs->told_backward = told(3);
+  programs->threads = static_cast<int>(number(rest, 4));
+  programs->epoch = epoch().load();
+  if (PyErr_Occurred() != nullptr) return -1;
+  own<CompiledCall>(PyCFunction_GetSelf(function))->programs = std::move(programs);
+  return 0;
+}
+
+}  // namespace daceml
