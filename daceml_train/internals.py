@@ -12,13 +12,18 @@ from collections.abc import Mapping
 
 TAKEN: Mapping[str, tuple[str, ...]] = {
     "TorchDynamo: tracing, guards and the code that it generates": (
+        "torch._C._dynamo.eval_frame",
+        "torch._C._is_tracing",
         "torch._TorchCompileWrapper",
         "torch._dynamo.OptimizedModule",
+        "torch._dynamo.config.compiled_autograd",
         "torch._dynamo.config.patch",
         "torch._dynamo.config.skip_nnmodule_hook_guards",
+        "torch._dynamo.decorators",
         "torch._dynamo.disable",
         "torch._dynamo.eval_frame._debug_get_cache_entry_list",
         "torch._dynamo.exc.BackendCompilerFailed",
+        "torch._dynamo.exc.ShortenTraceback",
         "torch._dynamo.exc.SkipFrame",
         "torch._dynamo.exc.TensorifyScalarRestartAnalysis",
         "torch._dynamo.exc.TorchDynamoException",
@@ -34,6 +39,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._guards.Source",
         "torch._guards.TracingContext",
         "torch._guards.detect_fake_mode",
+        "torch.fx._symbolic_trace.is_fx_symbolic_tracing",
         "torch.fx.experimental._config",
         "torch.fx.graph_module._loader",
     ),

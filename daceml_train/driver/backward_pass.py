@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from daceml_train.driver.binding import sizes_of
+from daceml_train.driver.goals import Differentiable
+from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.runtime.gpu.cuda_graph_pair import Ticket
 from daceml_train.runtime.torch_types import torch_dtype
 from daceml_train.tensor import evaluate
 from daceml_train.training.sparse_gradients import assembled
 
-if TYPE_CHECKING:
-    from daceml_train.driver.function import CompiledGraph
+
+class Compiled(Protocol):
+    """The interface of `driver.function.CompiledGraph` that its backward pass and its native calls use."""
+
+    captured: Captured
+    compiled: Differentiable
+    names: list[str]
+    """The inputs."""
+    wanted: dict[int, int]
+    """Inputs that have gradients, and which output of the backward program each is."""
+    kept: list[int]
+    """Inputs that the backward program reads."""
+    copied: set[int]
+    changes: list[tuple[int, int]]
+    differentiable: frozenset[int]
+    written: list[int]
+    eager: Callable[..., Any]
+    note: Callable[[str], None] | None
+
+    def owners(self, results: Any, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Graph output -> its value in a call of `eager`, for outputs through which gradients flow."""
+
+    def backward(self, tensors: Sequence[torch.Tensor], ticket: Ticket | None) -> list[torch.Tensor]:
+        """Run the backward program."""
 
 
 class Call(NamedTuple):
@@ -27,7 +51,7 @@ class Call(NamedTuple):
 
 
 def gradients_of(
-    graph: CompiledGraph,
+    graph: Compiled,
     call: Call,
     saved: Callable[[], Sequence[torch.Tensor]],
     cotangents: Sequence[torch.Tensor | None],
@@ -79,7 +103,7 @@ def _batched(tensor: torch.Tensor) -> bool:
 
 
 def _filled(
-    graph: CompiledGraph, number: int, cotangent: torch.Tensor | None, inputs: Sequence[torch.Tensor]
+    graph: Compiled, number: int, cotangent: torch.Tensor | None, inputs: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """A cotangent; zeros for an output that the loss does not use."""
     if cotangent is not None:
@@ -93,7 +117,7 @@ def _filled(
 
 
 def _eager_gradients(
-    graph: CompiledGraph, call: Call, cotangents: Sequence[torch.Tensor | None], create_graph: bool = True
+    graph: Compiled, call: Call, cotangents: Sequence[torch.Tensor | None], create_graph: bool = True
 ) -> list[torch.Tensor | None]:
     """Gradients by PyTorch, which runs the captured graph; with a graph of their own (`create_graph`)."""
     if graph.captured.random:

@@ -108,7 +108,7 @@ class CompiledGraph:
         self.unwanted = [i for i in range(len(names)) if i not in self.wanted] if self.wanted else []
         self.differentiable = frozenset(differentiable_outputs(captured))
         self.cuda_graphs = self._new_cuda_graphs() if cuda_graphs else None
-        outside = torch._dynamo.disable  # it is called where TorchDynamo is at work
+        outside: Any = torch._dynamo.disable  # it is called where TorchDynamo is at work
         self._native = native_call(self, outside(self.__call__), outside(self._gradients))
         self._forward_plan: BoundPlan | None = None
         self._backward_plan: BoundPlan | None = None
@@ -156,10 +156,10 @@ class CompiledGraph:
                 pass
         if self.compiled.prepacked is not None:
             tensors = self.compiled.prepacked(tensors, run_with_layout)
-        outputs, plan = _run_on_plan(executable, tensors)
-        again, self._forward_plan = plan is self._forward_plan, plan
+        outputs, ran = _run_on_plan(executable, tensors)
+        again, self._forward_plan = ran is self._forward_plan, ran
         if self._native is not None and again:  # sizes that are met once do not take the place of those of most calls
-            self._native.use(plan, self._backward_plan)
+            self._native.use(ran, self._backward_plan)
         return outputs, None
 
     def laid_out(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -256,9 +256,7 @@ class CompiledGraph:
         return not torch.is_inference_mode_enabled() and any(tensors[i].is_inference() for i in self.written)
 
 
-def _run_on_plan(
-    executable: Executable, inputs: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], BoundPlan | None]:
+def _run_on_plan(executable: Executable, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], BoundPlan | None]:
     """The outputs, and the plan that ran; None where inputs had to be copied."""
     try:
         plan = executable.plan(executable.sizes_of(inputs))

@@ -7,20 +7,18 @@ the backward pass a gradient of a gradient, or a result that the loss does not u
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
+import torch._dynamo
 
+from daceml_train.driver.backward_pass import Compiled
 from daceml_train.graph.node import SEED
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.executor import Plan
 from daceml_train.runtime.native_library import library
-
-if TYPE_CHECKING:
-    from daceml_train.driver.function import CompiledGraph
 
 CHANGES = 16
 """How often a function may be given other plans: beyond that, sizes change from call to call."""
@@ -32,7 +30,7 @@ _ATTRIBUTE, _SEED = -1, -2
 class NativeCall:
     """The native function of a compiled graph, which calls `python` until it has plans, and where it must."""
 
-    def __init__(self, graph: CompiledGraph, python: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    def __init__(self, graph: Compiled, python: Callable[..., Any], backward: Callable[..., Any]) -> None:
         probe = torch.empty(())
         captured, compiled = graph.captured, graph.compiled
         sources = {source.name: source for source in captured.inputs}
@@ -79,16 +77,15 @@ class NativeCall:
             return
         self._changes += given[:2] != self._given[:2]
         self._given = given
-        assert isinstance(forward.plan, Plan)
-        told = [None if p is None or p.contention is None else p.contention.add for p in (forward, backward)]
+        told = [_told(plan) for plan in (forward, backward)]
         rest = (_owners(forward), () if backward is None else _owners(backward), *told, forward.threads, given)
-        back = None if backward is None else backward.plan._handle
-        library().compiled_call_programs(self.function, forward.plan._handle, back, rest)
+        handles = [
+            plan.plan._handle if plan is not None and isinstance(plan.plan, Plan) else None for plan in given[:2]
+        ]
+        library().compiled_call_programs(self.function, *handles, rest)
 
 
-def native_call(
-    graph: CompiledGraph, python: Callable[..., Any], backward: Callable[..., Any]
-) -> NativeCall | None:
+def native_call(graph: Compiled, python: Callable[..., Any], backward: Callable[..., Any]) -> NativeCall | None:
     """The native function of a compiled graph; None for a graph whose calls need Python."""
     captured, compiled = graph.captured, graph.compiled
     if compiled.forward.device is not CPU or compiled.prepacked is not None or compiled.sparse or graph.copied:
@@ -110,6 +107,17 @@ def _is_settled(bound: BoundPlan) -> bool:
     """Whether a plan runs as it is from here on, and hands over each output as it is."""
     searched = bound.launch_threads is None or bound.launch_threads.done
     return bound.timing is None and searched and all(isinstance(shape, int) for shape in bound._shapes)
+
+
+def _handle(bound: BoundPlan | None) -> Any:
+    return bound.plan._handle if bound is not None and isinstance(bound.plan, Plan) else None
+
+
+def _told(bound: BoundPlan | None) -> Callable[[float], Any] | None:
+    """What is told the seconds of a run; TorchDynamo is at work where it is called."""
+    if bound is None or bound.contention is None:
+        return None
+    return cast("Callable[[float], Any]", torch._dynamo.disable(bound.contention.add))
 
 
 def _owners(bound: BoundPlan) -> tuple[int, ...]:

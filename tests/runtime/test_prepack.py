@@ -47,7 +47,8 @@ def check(graph: Graph, held: set[str], names: list[str], **sizes: int) -> Progr
         expected = plain([inputs[e.name] for e in plain.program.inputs])
         found = run([packed(e, inputs[e.name]) for e in other.inputs])
         for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            rounding = 1e-5 * float(b.abs().max()) if b.is_floating_point() else 0  # of sums that may cancel out
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=rounding)
             assert a.stride() == b.stride()
     return other
 

@@ -29,11 +29,6 @@ struct Failure {
 };
 thread_local Failure failure;
 
-struct PlanHandle {
-  Plan plan;
-  std::unique_ptr<Call> call;  // being built
-};
-
 std::string message_of(const c10::Error& error) { return error.what_without_backtrace(); }
 std::string message_of(const std::exception& error) { return error.what(); }
 

@@ -360,6 +360,12 @@ class Plan {
   bool final_ = false;
 };
 
+// A plan, and the call that is being added to it.
+struct PlanHandle {
+  Plan plan;
+  std::unique_ptr<Call> call;
+};
+
 // The outputs of a run, which belong to the caller.
 inline std::vector<at::Tensor> outputs_of(Plan& plan, const std::vector<void*>& inputs) {
   const std::lock_guard<Turn> guard(plan.turn);

@@ -31,6 +31,7 @@ from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves
 from daceml_train.frontends.torch.dynamo import (
     attributes,
     cached_functions,
+    called_natively,
     caught,
     coins,
     float_math,
@@ -50,6 +51,7 @@ from daceml_train.frontends.torch.dynamo import (
     size_limits,
     texts,
 )
+from daceml_train.frontends.torch.dynamo.entering import entered, settings
 
 RECOMPILATIONS = 64
 """Programs per module or step before Dynamo stops: modes, frozen sets of parameters and kinds of arguments."""
@@ -81,6 +83,7 @@ _PATCHES: Any = (
     cached_functions,
     number_ranges,
     texts,
+    called_natively,
 )
 """Modules that change what TorchDynamo does in traces of ours."""
 
@@ -122,8 +125,9 @@ def compiled(function: Callable[..., Any], backend: Callable[..., Any], limits: 
         whole = options.get("fullgraph") or getattr(backend, "alone", False)
         note = None if whole else getattr(backend, "break_off", None)
         own = getattr(function, "__code__", None)
-        cells["callback"].cell_contents = _Callback(cells["callback"].cell_contents, limits or {}, own, note)
-        return result
+        inner = cells["callback"].cell_contents
+        cells["callback"].cell_contents = _Callback(inner, limits or {}, own, note, lambda: settings(cells))
+        return entered(result, cells)
 
     @functools.wraps(result)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -140,14 +144,16 @@ class _Callback:
     function, whose code is `own`, reaches the caller: nothing has run then, and the call can be repeated.
     """
 
-    def __init__(self, callback: Callable[..., Any], limits: dict[str, Any], own: Any, note: Any) -> None:
+    def __init__(
+        self, callback: Callable[..., Any], limits: dict[str, Any], own: Any, note: Any, around: Callable[[], Any]
+    ) -> None:
         functools.wraps(callback)(self)
         self._torchdynamo_orig_backend = callback  # by which TorchDynamo finds whose code it is
-        self.limits, self.own, self.note = limits, own, note
+        self.limits, self.own, self.note, self.around = limits, own, note, around
         self.failures: collections.Counter[int] = collections.Counter()
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
-        with torch._dynamo.config.patch(self.limits), tracing(), collector.paused():
+        with self.around(), torch._dynamo.config.patch(self.limits), tracing(), collector.paused():
             try:
                 return self._torchdynamo_orig_backend(frame, *arguments)
             except Exception as error:
