@@ -159,7 +159,10 @@ class CompiledGraph:
         outputs, ran = _run_on_plan(executable, tensors)
         again, self._forward_plan = ran is self._forward_plan, ran
         if self._native is not None and again:  # sizes that are met once do not take the place of those of most calls
-            self._native.use(ran, self._backward_plan)
+            prepacked = self.compiled.prepacked
+            prepared = None if prepacked is None else prepacked.prepared
+            if prepacked is None or prepared is not None:
+                self._native.use(ran, self._backward_plan, prepared)
         return outputs, None
 
     def laid_out(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

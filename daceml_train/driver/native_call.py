@@ -14,6 +14,7 @@ import torch
 import torch._dynamo
 
 from daceml_train.driver.backward_pass import Compiled
+from daceml_train.driver.prepacked import Prepared
 from daceml_train.graph.node import SEED
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.bound_plan import BoundPlan
@@ -68,9 +69,13 @@ class NativeCall:
         """How many calls ran without Python."""
         return int(library().compiled_call_runs(self.function))
 
-    def use(self, forward: BoundPlan | None, backward: BoundPlan | None) -> None:
-        """Run these plans from here on, if nothing is measured or searched any more; None: Python runs the program."""
-        given = forward, backward, library().compiled_calls_epoch()
+    def use(self, forward: BoundPlan | None, backward: BoundPlan | None, prepared: Prepared | None = None) -> None:
+        """Run these plans from here on, if nothing is measured or searched any more; None: Python runs the program.
+
+        `prepared`: what the forward program takes instead of all inputs.
+        """
+        seen = None if prepared is None else prepared.seen
+        given = forward, backward, library().compiled_calls_epoch(), seen
         if forward is None or given == self._given or self._changes >= CHANGES:
             return
         if any(plan is not None and not _is_settled(plan) for plan in (forward, backward)):
@@ -79,6 +84,7 @@ class NativeCall:
         self._given = given
         told = [_told(plan) for plan in (forward, backward)]
         rest = (_owners(forward), () if backward is None else _owners(backward), *told, forward.threads, given)
+        rest += ((), 0, (), ()) if prepared is None else prepared
         handles = [
             plan.plan._handle if plan is not None and isinstance(plan.plan, Plan) else None for plan in given[:2]
         ]
@@ -88,7 +94,7 @@ class NativeCall:
 def native_call(graph: Compiled, python: Callable[..., Any], backward: Callable[..., Any]) -> NativeCall | None:
     """The native function of a compiled graph; None for a graph whose calls need Python."""
     captured, compiled = graph.captured, graph.compiled
-    if compiled.forward.device is not CPU or compiled.prepacked is not None or compiled.sparse or graph.copied:
+    if compiled.forward.device is not CPU or compiled.sparse or graph.copied:
         return None
     if captured.selection is not None or captured.draws or not captured.flat:
         return None

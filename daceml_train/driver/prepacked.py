@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,9 @@ from daceml_train.lowering.program import ProgramInput
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.native_library import fingerprint
 from daceml_train.runtime.prepack import packed
+
+_ARRAY = -1
+"""Stands for the position of an input."""
 
 Run = Callable[[Executable, Sequence[torch.Tensor]], list[torch.Tensor]]
 
@@ -23,6 +27,20 @@ class _State:
     arrays: dict[int, torch.Tensor]
     parameters: list[torch.Tensor]
     """Kept with their memory, so that no other tensor can have an address that was seen."""
+
+
+class Prepared(NamedTuple):
+    """What a call of the main program takes; see `driver.native_call`."""
+
+    watched: tuple[int, ...]
+    """The inputs from which it is computed."""
+    seen: int
+    """Their fingerprint."""
+    positions: tuple[int, ...]
+    """Per operand of the forward program, the input that it is; -1 for one of `arrays`."""
+    arrays: tuple[torch.Tensor | None, ...]
+    parameters: tuple[torch.Tensor, ...]
+    """Kept, as in `_State`."""
 
 
 class PrepackedWeights:
@@ -63,6 +81,16 @@ class PrepackedWeights:
             if position in self.packings:
                 given[position] = state.arrays[position]
         return [*given, *(state.arrays[k] for k in range(len(given), len(given) + self._computed))]
+
+    @property
+    def prepared(self) -> Prepared | None:
+        """What the last call took, for calls without Python; None where it is computed at every call."""
+        state, taken = self._state, len(self.taken)
+        if state is None:
+            return None
+        arrays = tuple(state.arrays.get(k) for k in range(taken + self._computed))
+        positions = tuple(self.taken[k] if array is None else _ARRAY for k, array in enumerate(arrays))
+        return Prepared(self.watched, state.seen, positions, arrays, tuple(state.parameters))
 
     @property
     def _computed(self) -> int:

@@ -222,6 +222,35 @@ def test_without_gradients(state):
     torch.testing.assert_close(ours.second.weight.grad, eager.second.weight.grad)
 
 
+def test_inference():
+    eager = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)).eval()
+    ours = dt.optimize(copy.deepcopy(eager))
+    x = torch.randn(32, 64)
+
+    def check():
+        with torch.no_grad():
+            torch.testing.assert_close(ours(x), eager(x))
+
+    for _ in range(CALLS):
+        check()
+    (graph,) = (p for programs in ours._daceml_train.backend.programs.values() for p in programs)
+    assert graph.compiled.prepacked is not None
+    for write in (
+        lambda model: model[0].weight.mul_(2),
+        lambda model: model[2].weight.data.add_(1),
+        lambda model: model.load_state_dict(other.state_dict()),
+        lambda model: model[2].bias.set_(torch.ones(64)),
+    ):
+        other = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+        native = graph._native.runs
+        for model in (eager, ours):
+            with torch.no_grad():
+                write(model)
+        for _ in range(3):
+            check()
+        assert graph._native.runs > native
+
+
 def test_forward_mode():
     eager, ours, _ = both(TwoLayers)
     x, tangent = torch.randn(2, 4, 6, dtype=torch.double)

@@ -17,6 +17,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/profiler/api.h>
 
+#include "fingerprint.h"
 #include "plan.h"
 #include "python_error.h"
 #include "records.h"
@@ -29,6 +30,11 @@ struct Programs {
   Plan* backward = nullptr;                      // null: Python runs the backward pass
   std::vector<int64_t> forward_outputs, backward_outputs;  // per output of the program, the plan's
   _object *told_forward = nullptr, *told_backward = nullptr;  // what is told the seconds of a run, if anything is
+  // What is computed from inputs that seldom change: those, their fingerprint, and the operands that the forward program
+  // takes instead of all inputs, each the position of an input, or an object.
+  std::vector<int64_t> watched;
+  uint64_t seen = 0;
+  std::vector<std::pair<int64_t, _object*>> operands;
   _object* alive = nullptr;                      // owns all of these
   int threads = 1;
   int64_t epoch = 0;
@@ -148,6 +154,20 @@ struct CompiledCall {
       const auto [first, last] = std::equal_range(storages.begin(), storages.end(), each);
       return last - first > 1;
     });
+  }
+
+  // Replaces the inputs by the operands of the forward program; false where what they were computed from has changed.
+  bool prepare(const Programs& current, std::vector<void*>& tensors) const {
+    if (current.operands.empty()) return true;
+    std::vector<void*> watched, operands;
+    for (int64_t i : current.watched) watched.push_back(tensors[static_cast<size_t>(i)]);
+    uint64_t state = watched.size();
+    if (!fingerprint(watched.data(), static_cast<int64_t>(watched.size()), state) || state != current.seen) return false;
+    for (const auto& [position, object] : current.operands) {
+      operands.push_back(position < 0 ? tensor_of(object) : tensors[static_cast<size_t>(position)]);
+    }
+    tensors = std::move(operands);
+    return true;
   }
 
   static const void* storage_of(void* tensor) {
@@ -319,6 +339,7 @@ inline _object* CompiledCall::natively(_object* self, _object* const* arguments,
     counters.push_back(static_cast<c10::TensorImpl*>(tensors[static_cast<size_t>(change.input)])->version_counter());
     versions.push_back(counters.back().current_version() + change.count);
   }
+  if (!prepare(*current, tensors)) return nullptr;
   std::vector<at::Tensor> outputs;
   double seconds = 0.0;
   void* state = PyEval_SaveThread();
@@ -330,7 +351,7 @@ inline _object* CompiledCall::natively(_object* self, _object* const* arguments,
   failed = true;
   if (!tell(current->told_forward, seconds)) return nullptr;
   try {
-    if (wants_gradient(tensors)) connect(self, arguments, count, tensors, outputs, current);
+    if (!wanted.empty() && wants_gradient(tensors)) connect(self, arguments, count, tensors, outputs, current);
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
@@ -385,7 +406,7 @@ inline _object* compiled_call(_object* description) {
   return function_of(&method, std::move(op), {description});
 }
 
-// Lets a function of `compiled_call` run these plans: forward, backward or 0; outputs of both; what is told; threads.
+// Lets a function of `compiled_call` run these plans, forward and backward, or none; `rest`: see `driver.native_call`.
 inline int compiled_call_use(_object* function, Plan* forward, Plan* backward, _object* rest) {
   auto programs = std::make_shared<Programs>();
   programs->alive = new_reference(rest);
@@ -394,6 +415,12 @@ inline int compiled_call_use(_object* function, Plan* forward, Plan* backward, _
   const auto told = [rest](std::ptrdiff_t i) { return item(rest, i) == none() ? nullptr : item(rest, i); };
   programs->told_forward = told(2), programs->told_backward = told(3);
   programs->threads = static_cast<int>(number(rest, 4));
+  programs->watched = integers_of(item(rest, 6));
+  programs->seen = PyLong_AsUnsignedLongLong(item(rest, 7));
+  const std::vector<int64_t> positions = integers_of(item(rest, 8));
+  for (size_t i = 0; i < positions.size(); ++i) {
+    programs->operands.push_back({positions[i], item(item(rest, 9), static_cast<std::ptrdiff_t>(i))});
+  }
   programs->epoch = epoch().load();
   if (PyErr_Occurred() != nullptr) return -1;
   own<CompiledCall>(PyCFunction_GetSelf(function))->programs = std::move(programs);

@@ -32,6 +32,7 @@ int PySet_Add(_object*, _object*);
 int PySequence_Contains(_object*, _object*);
 long PyLong_AsLong(_object*);
 long long PyLong_AsLongLong(_object*);
+unsigned long long PyLong_AsUnsignedLongLong(_object*);
 double PyFloat_AsDouble(_object*);
 _object* PyBool_FromLong(long);
 _object* PyMethod_Function(_object*);
