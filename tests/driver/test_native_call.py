@@ -235,13 +235,14 @@ def test_inference():
         check()
     (graph,) = (p for programs in ours._daceml_train.backend.programs.values() for p in programs)
     assert graph.compiled.prepacked is not None
+    torch.manual_seed(1)
+    other = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
     for write in (
         lambda model: model[0].weight.mul_(2),
         lambda model: model[2].weight.data.add_(1),
         lambda model: model.load_state_dict(other.state_dict()),
         lambda model: model[2].bias.set_(torch.ones(64)),
     ):
-        other = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
         native = graph._native.runs
         for model in (eager, ours):
             with torch.no_grad():
