@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.nn.functional import dropout
 
 import daceml_train as dt
@@ -204,6 +205,21 @@ def test_hooks_of_saved_tensors():
     found.backward()
     loss(eager, x).backward()
     torch.testing.assert_close(gradients(ours), gradients(eager))
+
+
+def test_a_hook_of_saved_tensors_that_raises():
+    eager, ours, _ = both(TwoLayers)
+    x = torch.randn(4, 6, dtype=torch.double, requires_grad=True)
+    with (
+        pytest.raises(KeyError, match="packed"),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: {}["packed"], lambda t: t),
+    ):
+        ours(x.detach())
+    found = []
+    for model in (eager, ours):  # PyTorch ends the second forward pass by an error of such a hook
+        result, _ = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        found.append(torch.autograd.grad((result**2).sum(), [x, *model.parameters()]))
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("state", [torch.no_grad, torch.inference_mode])

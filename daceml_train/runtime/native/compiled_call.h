@@ -113,9 +113,18 @@ struct CompiledCall {
 
   static _object* call(_object* self, _object* const* arguments, std::ptrdiff_t count) {
     auto* op = own<CompiledCall>(self);
-    bool failed = false;
-    _object* result = op->natively(self, arguments, count, failed);
-    return result != nullptr || failed ? result : PyObject_Vectorcall(op->python, arguments, count, nullptr);
+    bool ran = false;
+    try {
+      _object* result = op->natively(self, arguments, count, ran);
+      if (ran) return result;
+    } catch (const python_error& error) {  // of a hook of saved tensors
+      error.raise();
+      return nullptr;
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+      return nullptr;
+    }
+    return PyObject_Vectorcall(op->python, arguments, count, nullptr);
   }
 
   void* tensor_of(_object* object) const {
@@ -124,8 +133,8 @@ struct CompiledCall {
   }
 
  private:
-  // Null, and not `failed`: nothing has run.
-  _object* natively(_object* self, _object* const* arguments, std::ptrdiff_t count, bool& failed);
+  // Null, and not `ran`: nothing has, and Python is to run the call.
+  _object* natively(_object* self, _object* const* arguments, std::ptrdiff_t count, bool& ran);
 
   bool gather(_object* const* arguments, std::ptrdiff_t count, std::vector<void*>& to) const {
     to.reserve(inputs.size());
@@ -319,7 +328,7 @@ inline void CompiledCall::connect(_object* self, _object* const* arguments, std:
   }
 }
 
-inline _object* CompiledCall::natively(_object* self, _object* const* arguments, std::ptrdiff_t count, bool& failed) {
+inline _object* CompiledCall::natively(_object* self, _object* const* arguments, std::ptrdiff_t count, bool& ran) {
   const std::shared_ptr<const Programs> current = programs;
   std::vector<void*> tensors;
   if (current == nullptr || !is_usual(*current) || torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr ||
@@ -343,19 +352,13 @@ inline _object* CompiledCall::natively(_object* self, _object* const* arguments,
   std::vector<at::Tensor> outputs;
   double seconds = 0.0;
   void* state = PyEval_SaveThread();
-  const bool ran = run(*current->forward, tensors, current->forward_outputs, outputs, seconds);
+  ran = run(*current->forward, tensors, current->forward_outputs, outputs, seconds);
   PyEval_RestoreThread(state);
   if (!ran) return nullptr;
   ++runs;
   for (size_t i = 0; i < counters.size(); ++i) counters[i].set_version(versions[i]);
-  failed = true;
   if (!tell(current->told_forward, seconds)) return nullptr;
-  try {
-    if (!wanted.empty() && wants_gradient(tensors)) connect(self, arguments, count, tensors, outputs, current);
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
+  if (!wanted.empty() && wants_gradient(tensors)) connect(self, arguments, count, tensors, outputs, current);
   Owned result(PyTuple_New(static_cast<std::ptrdiff_t>(returned.size())));
   for (size_t i = 0; result && i < returned.size(); ++i) {
     const at::Tensor& output = outputs[static_cast<size_t>(returned[i])];

@@ -12,6 +12,7 @@ int Py_IsInitialized();
 int PyGILState_Ensure();
 void PyGILState_Release(int);
 void PyErr_Fetch(_object**, _object**, _object**);
+void PyErr_Restore(_object*, _object*, _object*);
 _object* PyFloat_FromDouble(double);
 }
 
@@ -36,7 +37,7 @@ class Interpreter {
 }  // namespace daceml
 
 // As torch/csrc/Exceptions.h has it, which needs Python's headers. The engine of autograd knows it by this name, and raises
-// what it holds: here the error that Python has just set.
+// what it holds: here the error that Python has just set. PyTorch's own are caught under it.
 struct __attribute__((visibility("default"))) python_error : std::exception {
   python_error() { PyErr_Fetch(&type, &value, &traceback); }
   python_error(const python_error&) = delete;
@@ -47,6 +48,13 @@ struct __attribute__((visibility("default"))) python_error : std::exception {
     for (_object* each : {type, value, traceback}) {
       if (each != nullptr) Py_DecRef(each);
     }
+  }
+  // Sets the error once more, for the interpreter. Hold its lock.
+  void raise() const {
+    for (_object* each : {type, value, traceback}) {
+      if (each != nullptr) Py_IncRef(each);
+    }
+    if (type != nullptr) PyErr_Restore(type, value, traceback);
   }
   const char* what() const noexcept override { return message.c_str(); }
 
