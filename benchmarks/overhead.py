@@ -1,11 +1,14 @@
-"""What a call of a training step costs beyond its kernels: `python -m benchmarks.overhead`.
+"""What a call costs beyond its kernels: `python -m benchmarks.overhead`.
 
-Networks of a few tiny layers, where the arithmetic takes next to nothing: microseconds per call, per native run, and
-inside kernels and library calls; the slope over the number of parameters is what each parameter costs.
+Networks of a few tiny layers, where the arithmetic takes next to nothing: microseconds per training step, per native
+run, and inside kernels and library calls; the slope over the number of parameters is what each parameter costs. Then
+modules from `optimize` beside the same modules in eager execution, call by call in turns.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import statistics
 import sys
 import time
@@ -22,6 +25,7 @@ from benchmarks.networks.mlp import mlp
 
 LAYERS = (2, 11, 101)
 WIDTH = 8
+VISITS = 5
 
 
 def microseconds(function: Callable[[], object], repeats: int = 300) -> float:
@@ -50,8 +54,49 @@ def main() -> int:
         table.add_row(str(2 * layers), *(f"{value:.1f}" for value in (*row, row[1] - row[2])))
     console.print(table)
     slope = (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
-    console.print(f"Python's part grows by {1e3 * slope:.0f} ns per parameter")
+    console.print(f"Python's part grows by {1e3 * slope:.0f} ns per parameter\n")
+    console.print(_modules())
     return 0
+
+
+def _modules() -> Table:
+    table = Table(title="Microseconds per call of a module", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("parameters", justify="right")
+    for what in ("forward, backward", "forward", "inference"):
+        for heading in (what, "eager", "faster"):
+            table.add_column(heading, justify="right")
+    for layers in LAYERS:
+        cells = [str(2 * layers)]
+        for ours, eager in module(layers):
+            cells += [f"{ours:.1f}", f"{eager:.1f}", f"{eager / ours:.2f}"]
+        table.add_row(*cells)
+    return table
+
+
+def module(layers: int) -> list[tuple[float, float]]:
+    """Microseconds of forward and backward, forward alone, and inference: from `optimize`, and in eager execution."""
+    torch.manual_seed(0)
+    x, cotangent = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    plain = mlp([WIDTH] * (layers + 1))
+    compiled = dt.optimize(copy.deepcopy(plain))
+
+    def both(of: torch.nn.Module) -> None:
+        of(x).backward(cotangent)
+
+    def forward(of: torch.nn.Module) -> None:
+        of(x)
+
+    def inference(of: torch.nn.Module) -> None:
+        with torch.no_grad():
+            of(x)
+
+    found = []
+    for run in (both, forward, inference):
+        visits = []
+        for _ in range(VISITS):
+            visits.append([microseconds(functools.partial(run, of)) for of in (compiled, plain)])
+        found.append((statistics.median(v[0] for v in visits), statistics.median(v[1] for v in visits)))
+    return found
 
 
 def measured(layers: int) -> tuple[float, float, float, float]:
