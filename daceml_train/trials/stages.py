@@ -22,15 +22,28 @@ from daceml_train.driver.choices import share_choices
 from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import Invalid
 from daceml_train.trials.checkpoints import Point, Store
-from daceml_train.trials.checks import as_rungs, as_steps, check_functions, check_numbers, noted, number_of
+from daceml_train.trials.checks import (
+    as_names,
+    as_rungs,
+    as_steps,
+    as_trials,
+    as_values,
+    check_functions,
+    check_numbers,
+    check_options,
+    check_progress,
+    noted,
+    number_of,
+    of_trial,
+    said,
+)
 from daceml_train.trials.fingerprints import Seen
-from daceml_train.trials.keys import Path, Segment, Settings, digest
+from daceml_train.trials.keys import Path, Segment, digest
 from daceml_train.trials.plan import Plan
 from daceml_train.trials.ray_tune import train
 from daceml_train.trials.recipe import Recipe, rebuilt
 from daceml_train.trials.report import Report
 from daceml_train.trials.root import root_parts
-from daceml_train.trials.schedules import plain
 from daceml_train.trials.settings import Applied
 from daceml_train.trials.stacks import Stacks
 from daceml_train.trials.state import State, Stateful, Training, generators, restore_generators, seeded
@@ -86,17 +99,18 @@ class Stages:
     ) -> None:
         check_functions(step, data, evaluate, apply)
         check_numbers(memory=memory, spacing=spacing, stacked=stacked)
-        save_at = as_steps(save_at)
+        check_options(seed, name, also, storage)
+        save_at, data_settings = as_steps(save_at), as_names(data_settings)
         self.step, self.data, self.evaluate, self.spacing = step, data, evaluate, spacing
         self.options: dict[str, Any] = {"data": data, "evaluate": evaluate, "storage": storage, "apply": apply}
-        self.options |= {"data_settings": tuple(data_settings), "name": name, "also": also, "memory": memory}
+        self.options |= {"data_settings": data_settings, "name": name, "also": also, "memory": memory}
         self.options |= {"spacing": spacing, "save_at": save_at, "stacked": stacked}
         """What another process needs besides the step, see `recipe`."""
         self.training = Training(step, also)
         self.applied = Applied(step.optimizer, apply, data_settings)
         start = self.training.snapshot()
         if seed is not None:
-            start["generators"] = seeded(seed)
+            start["generators"] = seeded(int(seed))
         seen: dict[str, Seen] = {}
         functions = {"data": data, "apply": apply, "evaluate": evaluate}
         self.parts = root_parts(self.training, start, functions, name, seen)
@@ -121,9 +135,9 @@ class Stages:
         """Tells what this object is asked for from what others on the same storage are; a pool is one."""
         self._start = start
         self._live: Point | None = None
+        """The point at which the model is, while a call runs."""
         self._told = False
         """Whether a warning has said that trials are not equal to the bit."""
-        """The point at which the model is, while a call runs."""
         self._last: tuple[Point, State] = (0, self.root), start
         self._threads = torch.get_num_threads()
         self._lock = threading.RLock()
@@ -150,8 +164,9 @@ class Stages:
 
         `progress` is told (stages done, stages in all).
         """
+        check_progress(progress)
         rungs = as_rungs(until)
-        paths = [self.path(settings, rungs[-1]) for settings in trials]
+        paths = [self.path(settings, rungs[-1]) for settings in as_trials(trials)]
         tree = self.know(paths, rungs)
         if self.stacks is not None:
             self.stacks.train(tree, progress)
@@ -164,7 +179,8 @@ class Stages:
 
     def load(self, settings: Trial, steps: int) -> None:
         """Bring the model, the optimizer and the generators to a point, and leave them there."""
-        path = self.path(settings, steps)
+        check_numbers(steps=steps)
+        path = self.path(settings, int(steps))
         with self.session(keep_generators=False):
             self._advance(path, steps, (steps,), -1)
             self._go(path, steps, -1)
@@ -177,9 +193,9 @@ class Stages:
             self.training.restore(self._start)
 
     def plan(self, trials: Iterable[Trial], until: int | Sequence[int]) -> Plan:
-        """What these trials have in common, before anything runs."""
+        """What these trials, a list of settings, have in common, before anything runs."""
         rungs = as_rungs(until)
-        return Plan.of(self.root, [self.path(settings, rungs[-1]) for settings in trials], rungs)
+        return Plan.of(self.root, [self.path(settings, rungs[-1]) for settings in as_trials(trials)], rungs)
 
     def report(self) -> Report:
         """What was asked for, what was trained and by whom; with a storage, by all studies and processes on it."""
@@ -327,7 +343,7 @@ class Stages:
             self._train(path, start, stop, number)
             seconds = time.perf_counter() - began
             state = self.training.snapshot()
-            with noted(lambda: f"in steps {start} to {stop} of trial {number}"):
+            with noted(lambda: f"in steps {start} to {stop} {of_trial(number)}"):
                 self.training.attributes.check()  # one that was not there before this stage
             self._live = point
             self._last = point, state
@@ -343,7 +359,7 @@ class Stages:
     def _train_equal(self, segment: Segment, number: int, first: bool) -> None:
         """Train steps of equal settings; `first`: a stage begins with them."""
         settings, step = dict(segment.settings), segment.start
-        with noted(lambda: f"in step {step} of trial {number}, with {_said(segment.settings)}"):
+        with noted(lambda: f"in step {step} {of_trial(number)}, with {said(segment.settings)}"):
             self.applied.apply(settings)
             self.watched["data"].check()
             self.watched["data"].ask_twice(step, settings)
@@ -389,11 +405,15 @@ class Stages:
         self._go(path, step, number)
         point = step, path.key(step)
         state = self._state(point, number) or self.training.snapshot()
-        self.applied.apply(dict(path.settings(step - 1)))
+        with noted(lambda: f"before the evaluation of trial {number} after {step} steps"):
+            self.applied.apply(dict(path.settings(step - 1)))
+            if self.applied.function is not None and (moved := self.training.moved(state)):
+                advice = "apply sets what steps leave as it is: what they train belongs to the state of a trial"
+                raise Invalid(f"apply changed {moved}", advice=advice)
         try:
             with noted(lambda: f"in the evaluation of trial {number} after {step} steps"):
                 self.watched["evaluate"].check()
-                value = _numbers(self.evaluate(self.step.model))
+                value = as_values(self.evaluate(self.step.model))
         finally:
             self._live = None
             restore_generators(state["generators"])
@@ -406,21 +426,6 @@ class Stages:
         return value
 
 
-def _numbers(value: Any) -> Any:
-    """What `evaluate` returned, as numbers that a file can hold to the bit."""
-    if isinstance(value, Mapping):
-        return {str(name): _numbers(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_numbers(entry) for entry in value]
-    if isinstance(value, float):
-        return float(value)
-    found = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-    if not isinstance(found, float) and (found is None or isinstance(found, str | torch.Tensor)):
-        what = f"{type(found).__name__}" if not isinstance(found, str) else repr(found)
-        raise Invalid(f"evaluate returned {what}", advice="a number, or a dictionary or list of numbers")
-    return found if isinstance(found, float) else plain(found, "evaluate")
-
-
 def _is_on(path: Path, point: Point, end: int) -> bool:
     return point[0] <= end and path.key(point[0]) == point[1]
 
@@ -431,10 +436,6 @@ def _below(stage: Stage) -> Iterator[int]:
         now = todo.pop()
         yield from now.trials
         todo += now.children
-
-
-def _said(settings: Settings) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in settings) or "no settings"
 
 
 __all__ = ["Stages", "Trial"]
