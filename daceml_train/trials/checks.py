@@ -55,7 +55,8 @@ def check_options(seed: Any, name: Any, also: Any, storage: Any) -> None:
 
 def is_count(value: Any, least: int | None) -> bool:
     """Whether a value is a whole number, Python's or NumPy's, from `least` on."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and (least is None or int(value) >= least)
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return whole and (least is None or int(value) >= least)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +48,7 @@ from daceml_train.trials.stacks import Stacks
 from daceml_train.trials.state import State, Stateful, Training, generators, restore_generators, seeded
 from daceml_train.trials.tree import Stage, Tree, merged
 from daceml_train.trials.watched import watched
+from daceml_train.trials.ways import fixed, is_settled, settle
 
 MOST_CHANGES = 64
 """At how many steps checkpoints are saved because settings changed there in some trial."""
@@ -136,8 +136,8 @@ class Stages:
         self._start = start
         self._live: Point | None = None
         """The point at which the model is, while a call runs."""
-        self._told = False
-        """Whether a warning has said that trials are not equal to the bit."""
+        self._settled = False
+        """Whether it is known in which way the step runs."""
         self._last: tuple[Point, State] = (0, self.root), start
         self._threads = torch.get_num_threads()
         self._lock = threading.RLock()
@@ -292,7 +292,8 @@ class Stages:
             share_choices(self.step, self.store.choices)
             self._live, before = None, generators() if keep_generators else None
             try:
-                yield
+                with fixed(self.step):
+                    yield
             finally:
                 self._live = None
                 for each in self.watched.values():
@@ -355,6 +356,18 @@ class Stages:
         self._live = None
         for segment in path.between(start, stop):
             self._train_equal(segment, number, segment.start == start)
+        if self._settled:
+            return
+        self._settled, before = True, self._state((start, path.key(start)), number)
+        attributes = self.training.snapshot()["attributes"]
+        if before is None or is_settled(self.step, before["attributes"], attributes):
+            return
+        self.training.restore(before)
+        self.applied.apply(dict(path.settings(start)))
+        arguments = self.data(start, dict(path.settings(start)))
+        settle(self.step, tuple(arguments) if isinstance(arguments, tuple | list) else (arguments,))
+        self.training.restore(before)
+        self._train(path, start, stop, number)
 
     def _train_equal(self, segment: Segment, number: int, first: bool) -> None:
         """Train steps of equal settings; `first`: a stage begins with them."""
@@ -368,13 +381,6 @@ class Stages:
                 arguments = self.data(step, dict(settings))
                 self.step(*arguments) if isinstance(arguments, tuple | list) else self.step(arguments)
             self.training.attributes.check()
-        if self.step.breaks and not self._told:
-            self._told = True
-            warnings.warn(
-                f"a search whose step is not one program ({self.step.breaks[0]}): trials equal separate ones up to "
-                "rounding only, and with dropout only if the step has random='eager'",
-                stacklevel=2,
-            )
 
     def _go(self, path: Path, step: int, number: int) -> None:
         """Bring training to a point that has a checkpoint; one that cannot be read is trained."""
