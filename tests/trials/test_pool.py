@@ -107,6 +107,6 @@ def test_an_error_names_its_trial(tmp_path: Path) -> None:
 def test_a_pool_needs_a_storage() -> None:
     with pytest.raises(TrialFailed, match="needs a storage"):
         run_trials(functools.partial(stages, None), TRIALS[:1], 3, workers=1)
-    with pytest.raises(dt.Invalid, match="positive number of processes"):
+    with pytest.raises(dt.Invalid, match="workers is a whole number from 1 on"):
         run_trials(functools.partial(stages, None), TRIALS[:1], 3, workers=0)
     assert torch.get_num_threads() == 1
