@@ -59,8 +59,14 @@ class AlongPaths(OnRanks):
     """Whether the model calls itself over data."""
     whole_batches = True
     """Whether the step is one forward pass and one update."""
+    fixed = False
+    """Whether calls run in a way that depends on neither time nor earlier calls: in pieces, or as one program."""
+    in_python = False
+    """Whether PyTorch runs all calls of a step that is `fixed`: it changes Python objects that programs depend on."""
     schedule: ScheduleKind
     cuda_graphs: dict[Device, CudaGraphs]
+    _steps: dict[Any, tuple[Captured, WholeStep]]
+    _changed: dict[Any, str]
     unstable: Collection[str]
     _code: Any
 
@@ -124,7 +130,9 @@ class AlongPaths(OnRanks):
     ) -> torch.Tensor:
         """A step whose sizes may be new; PyTorch runs it if nearly all are, and that is faster than binding."""
         start = time.thread_time()
-        fixed = not self.whole_batches or self.ranks is not None or any(p.is_cuda for p in self._parameters())
+        fixed = (
+            self.fixed or not self.whole_batches or self.ranks is not None or any(p.is_cuda for p in self._parameters())
+        )
         binds = fixed or self.kinds.binds(key if bound is None else None)
         new = bound is None or not binds
         if binds:
@@ -157,6 +165,8 @@ class AlongPaths(OnRanks):
     @property
     def _has_paths(self) -> bool:
         """Whether calls may follow paths: not where the model calls itself over data, unless levels do not serve."""
+        if self.fixed:
+            return False  # a path is recorded in PyTorch where it is new, and is a program later
         if not self._may_follow or not self._calls_itself:
             return self._may_follow
         state = state_of(self.pieces) if self.pieces is not None else None
@@ -170,6 +180,16 @@ class AlongPaths(OnRanks):
         recursive = recursion_of(model, type(model).forward) is not None
         wrapped = parallel_wrapper(model) is not None or any(map(_compiled_by_others, self._modules()))
         return self.whole_batches and self.ranks is None and not recursive and not wrapped
+
+    @property
+    def changes_itself(self) -> bool:
+        """Whether calls have assigned Python objects that their programs depend on."""
+        return any(self._changed.values())
+
+    def forget_programs(self) -> None:
+        """Link what was compiled once more at the next call, with the schedules that were found since."""
+        self._bound.clear()
+        self._steps.clear()
 
     def _names(self) -> dict[int, str]:
         """The names of parameters and buffers by their identity."""
@@ -188,7 +208,11 @@ class AlongPaths(OnRanks):
 
     def _allowed_changes(self, otherwise: int) -> int:
         """How often the step may be captured again because of what it assigned."""
-        return CHANGES_BEFORE_PATHS if self._has_paths else otherwise
+        return CHANGES_BEFORE_PATHS if self._has_paths or self.fixed else otherwise
+
+    def _by_pytorch(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
+        """The step with nothing compiled but the update."""
+        return self._train_in_pieces(self._loss_in_pieces(None, inputs, targets, False), inputs, targets)
 
     def _bound_to(
         self,

@@ -37,6 +37,7 @@ class InPieces(Clipped):
     _worked: str
     _warned: set[str]
     faster: Faster
+    fixed: bool
 
     def _modules(self) -> list[torch.nn.Module]:
         """All modules of model and loss."""
@@ -53,9 +54,9 @@ class InPieces(Clipped):
         """The same step with PyTorch's autograd and optimizer around the compiled model, or without it if that is
         faster.
         """
-        compiled, start = self.faster.takes_pieces(), time.perf_counter()
+        compiled, start = self.fixed or self.faster.takes_pieces(), time.perf_counter()
         loss = self._train_in_pieces(self._loss_in_pieces(key, inputs, targets, compiled), inputs, targets)
-        if self.faster.ran(compiled, time.perf_counter() - start):
+        if not self.fixed and self.faster.ran(compiled, time.perf_counter() - start):
             self.breaks.append(SLOWER)
             logs.event(logs.BREAKS, SLOWER)
         self._worked = self._worked or describe([inputs, *targets])

@@ -148,6 +148,8 @@ class TrainingStep(UserUpdates):
                 return self._step(inputs, targets)
 
     def _local_step(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
+        if self.fixed and self.in_python:
+            return self._by_pytorch(inputs, targets)
         key, flat, bound = self._bound_for(inputs, targets)
         if key not in self._in_pieces if bound is None else bound.selected is not None:
             return self._of_some_kind(key, flat, bound, inputs, targets)
@@ -252,11 +254,6 @@ class TrainingStep(UserUpdates):
                 return CapturedCall.of(stop.captured, stop.arguments)
         raise Unsupported("the step captured no tensor operation")
 
-    def forget_programs(self) -> None:
-        """Link what was compiled once more at the next call, with the schedules that were found since."""
-        self._bound.clear()
-        self._steps.clear()
-
     # ---- binding ------------------------------------------------------------------------------------------------
     def _objective(self, inputs: Any, *targets: Any) -> torch.Tensor:
         if isinstance(inputs, Mapping):
@@ -301,6 +298,7 @@ class TrainingStep(UserUpdates):
         if self._captures > captures and (changed := self._changed.get(key)):
             self._changes[key] = self._changes.get(key, 0) + 1  # an attribute set once is not a counter
             if self._changes[key] >= self._allowed_changes(ALLOWED_CHANGES):
+                self.in_python = True
                 self._break(
                     key, Unsupported(f"the model or the loss changes Python objects that it depends on: {changed}")
                 )

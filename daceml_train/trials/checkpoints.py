@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from daceml_train.errors import Invalid
 from daceml_train.storage.files import clear_partial, replace, sealed, unsealed
 from daceml_train.storage.folders import make
+from daceml_train.trials.checks import of_trial
 from daceml_train.trials.state import State
 from daceml_train.trials.values import copied, size_of
 
@@ -97,7 +98,7 @@ class Store:
         state = None if content is None else _decoded(content)
         if state is None:
             warnings.warn(
-                f"the checkpoint of trial {trial} after {point[0]} steps is damaged ({file}); "
+                f"the checkpoint {of_trial(trial)} after {point[0]} steps is damaged ({file}); "
                 "the steps since the checkpoint before it are trained a second time",
                 stacklevel=2,
             )
@@ -122,7 +123,7 @@ class Store:
         except OSError as error:
             if not self.unsaved:
                 warnings.warn(
-                    f"the checkpoint of trial {trial} after {point[0]} steps cannot be written in {self.folder}: "
+                    f"the checkpoint {of_trial(trial)} after {point[0]} steps cannot be written in {self.folder}: "
                     f"{error}; the search goes on with copies in memory, which end with this process",
                     stacklevel=2,
                 )

@@ -13,14 +13,14 @@ import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from daceml_train.errors import DacemlError, Invalid
-from daceml_train.trials.checks import as_rungs
+from daceml_train.trials.checks import as_rungs, as_trials, check_numbers, check_progress
 from daceml_train.trials.keys import Path
 from daceml_train.trials.stages import Stages, Trial
 from daceml_train.trials.tree import Stage, Tree
@@ -50,9 +50,15 @@ def run_trials(
     more than `restarts` times in one stage, and where a trial raises an error. `progress` is told (stages done, stages
     in all).
     """
-    rungs, listed = as_rungs(until), [dict(trial) for trial in trials]
-    if workers < 1:
-        raise Invalid(f"workers is a positive number of processes, given {workers!r}")
+    if not callable(make):
+        raise Invalid(f"make is a function that returns a Stages, given {make!r}")
+    check_numbers(workers=workers, threads=threads)
+    check_numbers(least=0, restarts=restarts)
+    check_progress(progress)
+    rungs, listed = as_rungs(until), as_trials(trials)
+    if wrong := [trial for trial in listed if not isinstance(trial, Mapping)]:
+        raise Invalid(f"the settings of a trial are a dictionary by name, given {type(wrong[0]).__name__}")
+    listed = [dict(trial) for trial in listed]
     job = _Job(make, listed, rungs, threads, uuid.uuid4().hex)
     try:
         pickle.dumps(job)
@@ -93,6 +99,8 @@ class _Pool:
     """What each process does."""
     killed: Counter[str] = field(default_factory=Counter)
     values: list[dict[int, Any]] | None = None
+    done: int = 0
+    """The most stages that any process knows to be done: each looks at a moment of its own."""
 
     def start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -113,8 +121,9 @@ class _Pool:
                 continue
             if kind == "stage":
                 self.now[connection], done, total = content
+                self.done = max(self.done, done)
                 if self.progress is not None:
-                    self.progress(done, total)
+                    self.progress(self.done, total)
             elif kind == "values":
                 self.values = content
             else:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path as Folder
 from typing import Any, Protocol
 
 from daceml_train.errors import Invalid
+from daceml_train.trials.checks import as_rungs
 from daceml_train.trials.keys import Path
 from daceml_train.trials.schedules import piecewise
 
@@ -61,8 +62,7 @@ def _asked(stages: TrialRunner, config: Mapping[str, Any]) -> tuple[tuple[int, .
         )
     if stages.store.folder is None:
         raise Invalid("processes of Ray share a storage", advice="Stages(..., storage=folder)")
-    rungs = tuple(until) if isinstance(until, Sequence) else (until,)
-    return rungs, {name: value for name, value in config.items() if name != UNTIL}
+    return as_rungs(until), {name: value for name, value in config.items() if name != UNTIL}
 
 
 def history(path: Path, steps: int) -> str:
@@ -76,6 +76,11 @@ def continued(text: str, settings: Mapping[str, Any]) -> tuple[int, dict[str, An
     content = json.loads(text)
     steps, segments = int(content["steps"]), [(start, dict(values)) for start, values in content["settings"]]
     found: dict[str, Any] = {}
+    before = {name for _, values in segments for name in values}
+    for name in sorted(before ^ settings.keys()):
+        what = "without" if name in settings else "with"
+        advice = "name the same settings in all trials, from the first step on"
+        raise Invalid(f"a trial goes on from a point that was trained {what} the setting {name!r}", advice=advice)
     for name, value in settings.items():
         found[name] = piecewise({start: values[name] for start, values in segments}).then(steps, value)
     return steps, found

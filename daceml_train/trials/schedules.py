@@ -26,6 +26,9 @@ def plain(value: Any, name: str) -> Value:
     if isinstance(value, list | tuple):
         return tuple(plain(entry, name) for entry in value)
     if not isinstance(value, bool | int | float | str | None) and callable(getattr(value, "item", None)):
+        if math.prod(getattr(value, "shape", ())) != 1:
+            what = f"the setting {name!r} is {type(value).__name__} of shape {tuple(value.shape)}"
+            raise Invalid(what, advice="a setting is a number, or a tuple of them: tuple(values.tolist())")
         value = value.item()
     if isinstance(value, bool | str | None):
         return value
@@ -178,12 +181,14 @@ def constant(value: Any) -> Schedule:
 
 def steps(start: float, drops: Mapping[int, float]) -> Schedule:
     """`start`, multiplied by each factor of `drops` from its step on: `steps(0.1, {80: 0.5, 120: 0.1})`."""
+    _check_by_step("steps(start, drops)", drops)
     ordered = sorted((_count("a step of drops", at), _number("a factor", factor)) for at, factor in drops.items())
     return Steps(_number("start", start), tuple(ordered))
 
 
 def piecewise(values: Mapping[int, Any]) -> Schedule:
     """Each value from its step on: `piecewise({0: 0.1, 80: 0.01})`. Raises `Invalid` without a value at step 0."""
+    _check_by_step("piecewise(values)", values)
     pieces = sorted(((_count("a step", at), plain(value, "piecewise")) for at, value in values.items()), key=_first)
     if not pieces or pieces[0][0] != 0:
         raise Invalid(f"piecewise has no value at step 0, given steps {[at for at, _ in pieces]}")
@@ -208,6 +213,11 @@ def warm_up(length: int, following: Any) -> Schedule:
 def of(value: Any, name: str) -> Schedule:
     """A schedule as it is, and any other value at all steps."""
     return value if isinstance(value, Schedule) else Constant(plain(value, name))
+
+
+def _check_by_step(what: str, given: Any) -> None:
+    if not isinstance(given, Mapping):
+        raise Invalid(f"{what} takes a dictionary by step, given {given!r}", advice="{0: 0.1, 80: 0.01}")
 
 
 def _first(piece: tuple[int, Any]) -> int:

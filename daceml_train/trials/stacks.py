@@ -139,7 +139,8 @@ class Stacks:
     def _loaded(self, group: Sequence[Stage], states: Sequence[State]) -> StackedStep:
         """The stacked step with the states of stages in its rows; spare rows are copies of the first one."""
         trainer = self.trainer
-        arguments = self._arguments(group[0], group[0].start)
+        with noted(lambda: f"in step {group[0].start} of trials that are one program"):
+            arguments = self._arguments(group[0], group[0].start)
         trainer.training.restore(states[0])
         trainer.applied.apply(dict(group[0].path.settings(group[0].start)))
         stack = self._stack
@@ -181,6 +182,7 @@ class Stacks:
         trials = ", ".join(map(str, numbers))
         with noted(lambda: f"in step {first.start} of the trials {trials}, which are one program"):
             trainer.watched["data"].check()
+            trainer.watched["data"].ask_twice(first.start, dict(first.path.settings(first.start)))
         for step in range(first.start, first.end):
             try:
                 arguments = self._arguments(first, step)

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,20 +21,34 @@ from daceml_train.driver.choices import share_choices
 from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import Invalid
 from daceml_train.trials.checkpoints import Point, Store
-from daceml_train.trials.checks import as_rungs, as_steps, check_functions, check_numbers, noted, number_of
+from daceml_train.trials.checks import (
+    as_names,
+    as_rungs,
+    as_steps,
+    as_trials,
+    as_values,
+    check_functions,
+    check_numbers,
+    check_options,
+    check_progress,
+    noted,
+    number_of,
+    of_trial,
+    said,
+)
 from daceml_train.trials.fingerprints import Seen
-from daceml_train.trials.keys import Path, Segment, Settings, digest
+from daceml_train.trials.keys import Path, Segment, digest
 from daceml_train.trials.plan import Plan
 from daceml_train.trials.ray_tune import train
 from daceml_train.trials.recipe import Recipe, rebuilt
 from daceml_train.trials.report import Report
 from daceml_train.trials.root import root_parts
-from daceml_train.trials.schedules import plain
 from daceml_train.trials.settings import Applied
 from daceml_train.trials.stacks import Stacks
 from daceml_train.trials.state import State, Stateful, Training, generators, restore_generators, seeded
 from daceml_train.trials.tree import Stage, Tree, merged
 from daceml_train.trials.watched import watched
+from daceml_train.trials.ways import fixed, is_settled, settle
 
 MOST_CHANGES = 64
 """At how many steps checkpoints are saved because settings changed there in some trial."""
@@ -86,17 +99,18 @@ class Stages:
     ) -> None:
         check_functions(step, data, evaluate, apply)
         check_numbers(memory=memory, spacing=spacing, stacked=stacked)
-        save_at = as_steps(save_at)
+        check_options(seed, name, also, storage)
+        save_at, data_settings = as_steps(save_at), as_names(data_settings)
         self.step, self.data, self.evaluate, self.spacing = step, data, evaluate, spacing
         self.options: dict[str, Any] = {"data": data, "evaluate": evaluate, "storage": storage, "apply": apply}
-        self.options |= {"data_settings": tuple(data_settings), "name": name, "also": also, "memory": memory}
+        self.options |= {"data_settings": data_settings, "name": name, "also": also, "memory": memory}
         self.options |= {"spacing": spacing, "save_at": save_at, "stacked": stacked}
         """What another process needs besides the step, see `recipe`."""
         self.training = Training(step, also)
         self.applied = Applied(step.optimizer, apply, data_settings)
         start = self.training.snapshot()
         if seed is not None:
-            start["generators"] = seeded(seed)
+            start["generators"] = seeded(int(seed))
         seen: dict[str, Seen] = {}
         functions = {"data": data, "apply": apply, "evaluate": evaluate}
         self.parts = root_parts(self.training, start, functions, name, seen)
@@ -122,8 +136,8 @@ class Stages:
         self._start = start
         self._live: Point | None = None
         """The point at which the model is, while a call runs."""
-        self._told = False
-        """Whether a warning has said that trials are not equal to the bit."""
+        self._settled = False
+        """Whether it is known in which way the step runs."""
         self._last: tuple[Point, State] = (0, self.root), start
         self._threads = torch.get_num_threads()
         self._lock = threading.RLock()
@@ -150,8 +164,9 @@ class Stages:
 
         `progress` is told (stages done, stages in all).
         """
+        check_progress(progress)
         rungs = as_rungs(until)
-        paths = [self.path(settings, rungs[-1]) for settings in trials]
+        paths = [self.path(settings, rungs[-1]) for settings in as_trials(trials)]
         tree = self.know(paths, rungs)
         if self.stacks is not None:
             self.stacks.train(tree, progress)
@@ -164,7 +179,8 @@ class Stages:
 
     def load(self, settings: Trial, steps: int) -> None:
         """Bring the model, the optimizer and the generators to a point, and leave them there."""
-        path = self.path(settings, steps)
+        check_numbers(steps=steps)
+        path = self.path(settings, int(steps))
         with self.session(keep_generators=False):
             self._advance(path, steps, (steps,), -1)
             self._go(path, steps, -1)
@@ -177,9 +193,9 @@ class Stages:
             self.training.restore(self._start)
 
     def plan(self, trials: Iterable[Trial], until: int | Sequence[int]) -> Plan:
-        """What these trials have in common, before anything runs."""
+        """What these trials, a list of settings, have in common, before anything runs."""
         rungs = as_rungs(until)
-        return Plan.of(self.root, [self.path(settings, rungs[-1]) for settings in trials], rungs)
+        return Plan.of(self.root, [self.path(settings, rungs[-1]) for settings in as_trials(trials)], rungs)
 
     def report(self) -> Report:
         """What was asked for, what was trained and by whom; with a storage, by all studies and processes on it."""
@@ -276,7 +292,8 @@ class Stages:
             share_choices(self.step, self.store.choices)
             self._live, before = None, generators() if keep_generators else None
             try:
-                yield
+                with fixed(self.step):
+                    yield
             finally:
                 self._live = None
                 for each in self.watched.values():
@@ -327,7 +344,7 @@ class Stages:
             self._train(path, start, stop, number)
             seconds = time.perf_counter() - began
             state = self.training.snapshot()
-            with noted(lambda: f"in steps {start} to {stop} of trial {number}"):
+            with noted(lambda: f"in steps {start} to {stop} {of_trial(number)}"):
                 self.training.attributes.check()  # one that was not there before this stage
             self._live = point
             self._last = point, state
@@ -339,11 +356,23 @@ class Stages:
         self._live = None
         for segment in path.between(start, stop):
             self._train_equal(segment, number, segment.start == start)
+        if self._settled:
+            return
+        self._settled, before = True, self._state((start, path.key(start)), number)
+        attributes = self.training.snapshot()["attributes"]
+        if before is None or is_settled(self.step, before["attributes"], attributes):
+            return
+        self.training.restore(before)
+        self.applied.apply(dict(path.settings(start)))
+        arguments = self.data(start, dict(path.settings(start)))
+        settle(self.step, tuple(arguments) if isinstance(arguments, tuple | list) else (arguments,))
+        self.training.restore(before)
+        self._train(path, start, stop, number)
 
     def _train_equal(self, segment: Segment, number: int, first: bool) -> None:
         """Train steps of equal settings; `first`: a stage begins with them."""
         settings, step = dict(segment.settings), segment.start
-        with noted(lambda: f"in step {step} of trial {number}, with {_said(segment.settings)}"):
+        with noted(lambda: f"in step {step} {of_trial(number)}, with {said(segment.settings)}"):
             self.applied.apply(settings)
             self.watched["data"].check()
             self.watched["data"].ask_twice(step, settings)
@@ -352,13 +381,6 @@ class Stages:
                 arguments = self.data(step, dict(settings))
                 self.step(*arguments) if isinstance(arguments, tuple | list) else self.step(arguments)
             self.training.attributes.check()
-        if self.step.breaks and not self._told:
-            self._told = True
-            warnings.warn(
-                f"a search whose step is not one program ({self.step.breaks[0]}): trials equal separate ones up to "
-                "rounding only, and with dropout only if the step has random='eager'",
-                stacklevel=2,
-            )
 
     def _go(self, path: Path, step: int, number: int) -> None:
         """Bring training to a point that has a checkpoint; one that cannot be read is trained."""
@@ -389,11 +411,15 @@ class Stages:
         self._go(path, step, number)
         point = step, path.key(step)
         state = self._state(point, number) or self.training.snapshot()
-        self.applied.apply(dict(path.settings(step - 1)))
+        with noted(lambda: f"before the evaluation of trial {number} after {step} steps"):
+            self.applied.apply(dict(path.settings(step - 1)))
+            if self.applied.function is not None and (moved := self.training.moved(state)):
+                advice = "apply sets what steps leave as it is: what they train belongs to the state of a trial"
+                raise Invalid(f"apply changed {moved}", advice=advice)
         try:
             with noted(lambda: f"in the evaluation of trial {number} after {step} steps"):
                 self.watched["evaluate"].check()
-                value = _numbers(self.evaluate(self.step.model))
+                value = as_values(self.evaluate(self.step.model))
         finally:
             self._live = None
             restore_generators(state["generators"])
@@ -406,21 +432,6 @@ class Stages:
         return value
 
 
-def _numbers(value: Any) -> Any:
-    """What `evaluate` returned, as numbers that a file can hold to the bit."""
-    if isinstance(value, Mapping):
-        return {str(name): _numbers(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_numbers(entry) for entry in value]
-    if isinstance(value, float):
-        return float(value)
-    found = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-    if not isinstance(found, float) and (found is None or isinstance(found, str | torch.Tensor)):
-        what = f"{type(found).__name__}" if not isinstance(found, str) else repr(found)
-        raise Invalid(f"evaluate returned {what}", advice="a number, or a dictionary or list of numbers")
-    return found if isinstance(found, float) else plain(found, "evaluate")
-
-
 def _is_on(path: Path, point: Point, end: int) -> bool:
     return point[0] <= end and path.key(point[0]) == point[1]
 
@@ -431,10 +442,6 @@ def _below(stage: Stage) -> Iterator[int]:
         now = todo.pop()
         yield from now.trials
         todo += now.children
-
-
-def _said(settings: Settings) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in settings) or "no settings"
 
 
 __all__ = ["Stages", "Trial"]

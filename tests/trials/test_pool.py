@@ -1,6 +1,7 @@
 """Trials on several processes: the values of one process, also where processes are killed."""
 
 import functools
+import multiprocessing
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import daceml_train as dt
-from daceml_train.trials.pool import TrialFailed, run_trials
+from daceml_train.trials.pool import TrialFailed, _Pool, run_trials
 from tests.trials.net import TRIALS, always_killing, drops, killing, raising, stages, stored
 from tests.trials.test_stages import equal_to_alone
 
@@ -24,6 +25,19 @@ def test_processes_train_each_stage_once(tmp_path: Path) -> None:
     report = found.report()
     assert (report.requested, report.steps, report.twice) == (96, 48, 0)
     assert heard[-1] == (14, 14)
+
+
+def test_progress_does_not_go_backwards() -> None:
+    """Each process tells what it knew at a moment of its own."""
+    heard: list[tuple[int, int]] = []
+    job: Any = None
+    pool = _Pool(job, 0, lambda *stages: heard.append(stages))
+    ours, its = multiprocessing.Pipe(duplex=False)
+    pool.running[ours] = None
+    for done in (1, 3, 2):
+        its.send(("stage", ("trial 0, steps 0 to 3", done, 4)))
+        pool.listen()
+    assert heard == [(1, 4), (3, 4), (3, 4)]
 
 
 def test_killed_processes_lose_their_stage_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +107,6 @@ def test_an_error_names_its_trial(tmp_path: Path) -> None:
 def test_a_pool_needs_a_storage() -> None:
     with pytest.raises(TrialFailed, match="needs a storage"):
         run_trials(functools.partial(stages, None), TRIALS[:1], 3, workers=1)
-    with pytest.raises(dt.Invalid, match="positive number of processes"):
+    with pytest.raises(dt.Invalid, match="workers is a whole number from 1 on"):
         run_trials(functools.partial(stages, None), TRIALS[:1], 3, workers=0)
     assert torch.get_num_threads() == 1

@@ -13,7 +13,7 @@ from daceml_train.trials import stacks
 from daceml_train.trials.stacks import Stacks
 from daceml_train.trials.state import State
 from daceml_train.trials.values import same
-from tests.trials.net import TRIALS, accuracy, data, drops, stages
+from tests.trials.net import TRIALS, accuracy, data, drops, new_step, stages
 
 S = dt.schedule
 pytestmark = pytest.mark.compiled
@@ -168,3 +168,16 @@ def test_batch_sizes_are_settings(at_once: None) -> None:
     values = stages(seed=0, stacked=2).run_all(trials, 6)
     expected = stages(seed=0).run_all(trials, 6)
     assert [own[6] for own in values] == pytest.approx([other[6] for other in expected], abs=0.02)
+
+
+def test_an_error_of_data_names_the_step(at_once: None) -> None:
+    def short(step: int, settings: dict[str, Any]) -> Any:
+        if step == 2:
+            raise OSError("no such file")
+        return data(step, settings)
+
+    step = new_step(lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    together = dt.Stages(step, data=short, seed=0, stacked=2)
+    with pytest.raises(OSError, match="no such file") as error:
+        together.run_all([{"lr": dt.schedule.piecewise({0: 0.1, 2: rate})} for rate in (0.2, 0.3)], 4)
+    assert "daceml_train: in step 2 of" in error.value.__notes__[-1]

@@ -282,21 +282,3 @@ def test_a_plan_tells_what_keeps_trials_apart() -> None:
     apart = found.plan([{"lr": 0.1 + n / 100} for n in range(5)], 10)
     assert "next to nothing is shared" in str(apart)
     assert found.report().steps == 0
-
-
-def test_a_step_in_pieces_says_what_equal_means() -> None:
-    class Looks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last = nn.Linear(8, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.last(x)
-            return y * 2 if y.sum().item() > 0 else y
-
-    torch.manual_seed(0)
-    model = Looks()
-    step = dt.training_step(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
-    search = dt.Stages(step, data=lambda step, given: list(data(step, given)), evaluate=accuracy, seed=0)
-    with pytest.warns(UserWarning, match="not one program .* up to rounding only"):
-        search.run_all([{"lr": 0.1}], 3)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import daceml_train as dt
+from daceml_train.trials.ray_tune import continued, history
 from tests.trials.net import X, Y, accuracy, data, new_step, stages
 
 pytestmark = pytest.mark.compiled
@@ -31,11 +32,99 @@ def note(error: pytest.ExceptionInfo[Any]) -> str:
         ({"stacked": 0}, "stacked is a whole number from 1 on, given 0"),
         ({"spacing": True}, "spacing is a whole number from 1 on, given True"),
         ({"save_at": (5, "x")}, "save_at names steps from 1 on, given .5, 'x'."),
+        ({"storage": ""}, "storage is a folder, given an empty name"),
+        ({"seed": 1.5}, "seed is a whole number, given 1.5"),
+        ({"name": 5}, "name is a text, given 5"),
+        ({"also": [1]}, r"also is a dictionary of objects by name, given \[1\]"),
+        ({"also": {"mean": 1}}, r"also\['mean'\] has no state_dict\(\) and load_state_dict\(\), given int"),
+        ({"data_settings": (1,)}, "data_settings names settings, given .1,."),
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(dt.Invalid, match=message):
         stages(**options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda own: own.run(0, {"lr": np.ones(3)}, 2), r"the setting 'lr' is ndarray of shape \(3,\)"),
+        (lambda own: own.run(0, {"lr": 0.1}, 2.0), "until is a positive number of steps, .* given 2.0"),
+        (lambda own: own.load({"lr": 0.1}, "3"), "steps is a whole number from 1 on, given '3'"),
+        (lambda own: own.plan(object(), 2), "trials is a list of settings, a dictionary for each trial, given object"),
+        (lambda own: own.run_all({"lr": 0.1}, 2), "trials is a list of settings, .* given dict"),
+        (lambda own: own.run_all([{"lr": 0.1}], 2, progress=5), "progress is a function of .*, given 5"),
+        (lambda own: dt.run_trials(5, [{"lr": 0.1}], 2), "make is a function that returns a Stages, given 5"),
+        (lambda own: dt.run_trials(stages, {"lr": 0.1}, 2), "trials is a list of settings, .* given dict"),
+        (lambda own: dt.run_trials(stages, [{"lr": 0.1}], 2, workers="2"), "workers is a whole number from 1 on"),
+        (lambda own: dt.run_trials(stages, [{"lr": 0.1}], 2, restarts=-1), "restarts is a whole number from 0 on"),
+        (lambda own: dt.schedule.steps(0.1, [5]), r"steps\(start, drops\) takes a dictionary by step, given \[5\]"),
+        (lambda own: dt.schedule.piecewise(None), r"piecewise\(values\) takes a dictionary by step, given None"),
+    ],
+)
+def test_arguments(call: Any, message: str) -> None:
+    with pytest.raises(dt.Invalid, match=message):
+        call(stages())
+
+
+def test_numbers_of_numpy_and_a_single_name_are_taken() -> None:
+    own = stages(data_settings="batch", seed=0)
+    assert [step for step, _ in own.run(np.int64(0), {"lr": np.float64(0.1), "batch": 8}, np.array([1, 2]))] == [1, 2]
+    assert [*dict(own.run(1, {"lr": 0.1, "batch": 8}, np.int64(2)))] == [2]
+    assert own.report().steps == 2
+
+
+def ending(step: int, settings: dict[str, Any]) -> Any:
+    return next(iter(()))
+
+
+@pytest.mark.parametrize(
+    ("call", "where"),
+    [
+        (lambda own: list(own.run(3, {"lr": 0.1}, 2)), "in step 0 of trial 3, with lr=0.1"),
+        (lambda own: own.load({"lr": 0.1}, 2), "in step 0 of the trial that is loaded, with lr=0.1"),
+    ],
+)
+def test_an_iterator_that_ends_names_the_trial(call: Any, where: str) -> None:
+    with pytest.raises(RuntimeError, match="no further element: StopIteration") as error:
+        call(dt.Stages(new_step(), data=ending))
+    assert note(error) == f"daceml_train: {where}"
+
+
+def test_an_apply_that_changes_what_is_trained() -> None:
+    step = new_step()
+
+    def apply(settings: dict[str, Any]) -> None:
+        with torch.no_grad():
+            step.model.last.bias.fill_(settings["bias"])
+
+    own = dt.Stages(step, data=data, evaluate=accuracy, apply=apply)
+    with pytest.raises(dt.Invalid, match="apply changed last.bias; apply sets what steps leave as it is") as error:
+        dict(own.run(6, {"bias": 0.5}, 2))
+    assert note(error) == "daceml_train: before the evaluation of trial 6 after 2 steps"
+
+
+def test_a_tensor_that_apply_writes_may_change() -> None:
+    weight = torch.ones(4)
+
+    def weighted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(output, target, weight)
+
+    model = torch.nn.Linear(8, 4)
+    step = dt.training_step(model, weighted, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = X.clone()
+
+    def own_data(step: int, settings: dict[str, Any]) -> Any:
+        return inputs[:16] * weight[0], Y[:16]
+
+    own = dt.Stages(step, data=own_data, evaluate=accuracy, apply=lambda s: weight.fill_(s["w"]), seed=0)
+    assert len(own.run_all([{"w": 0.5}, {"w": 0.25}], 2)) == 2
+
+
+def test_settings_that_the_history_of_a_trial_lacks() -> None:
+    before = history(stages().path({"lr": 0.1}, 4), 2)
+    with pytest.raises(dt.Invalid, match="goes on from a point that was trained without the setting 'momentum'"):
+        continued(before, {"lr": 0.1, "momentum": 0.5})
 
 
 def test_settings_that_are_no_dictionary() -> None:
@@ -60,7 +149,14 @@ def test_an_apply_that_fails_names_the_trial() -> None:
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(None, "evaluate returned NoneType"), ("good", "evaluate returned 'good'"), (torch.ones(2), "returned Tensor")],
+    [
+        (None, "evaluate returned NoneType"),
+        ("good", "evaluate returned 'good'"),
+        (torch.ones(2), "returned Tensor"),
+        (np.ones(2), "returned ndarray"),
+        ({1, 2}, "returned set"),
+        ({"loss": 1j}, "returned 1j"),
+    ],
 )
 def test_an_evaluation_without_a_number(value: Any, message: str) -> None:
     own = dt.Stages(new_step(), data=data, evaluate=lambda model: value)
@@ -82,6 +178,50 @@ def test_data_that_count_their_calls() -> None:
     ) as error:
         dict(own.run(1, {"lr": 0.1}, 3))
     assert note(error).startswith("daceml_train: in step 0 of trial 1")
+
+
+def test_data_that_draw_at_their_first_call_only() -> None:
+    drawn: list[Any] = []
+
+    def drawing(step: int, settings: dict[str, Any]) -> Any:
+        if not drawn:
+            drawn.append(torch.randperm(len(X)))
+        return X[:16], Y[:16]
+
+    own = dt.Stages(new_step(), data=drawing, seed=0)
+    with pytest.raises(
+        dt.Invalid, match=r"returned equal arguments and drew other numbers when it was called a second"
+    ):
+        dict(own.run(1, {"lr": 0.1}, 3))
+
+
+def test_data_of_later_segments_that_count_their_calls() -> None:
+    calls = [0]
+
+    def counting(step: int, settings: dict[str, Any]) -> Any:
+        calls[0] += step >= 2
+        return data(calls[0], settings)
+
+    own = dt.Stages(new_step(), data=counting, seed=0)
+    with pytest.raises(dt.Invalid, match=r"data\(2, ...\) returned other arguments"):
+        dict(own.run(1, {"lr": dt.schedule.piecewise({0: 0.1, 2: 0.05})}, 4))
+
+
+@pytest.mark.parametrize("role", ["data", "evaluate"])
+@pytest.mark.parametrize("change", ["SCALE = 2.0", "def inner(x): return x * 3"])
+def test_globals_that_change_between_calls(role: str, change: str) -> None:
+    scope: dict[str, Any] = {"X": X, "Y": Y, "torch": torch}
+    exec(
+        "SCALE = 1.0\ndef inner(x): return x * 2\nseen = []\n"
+        "def data(step, settings): seen.append(step); return inner(X[:16]) * SCALE, Y[:16]\n"
+        "def evaluate(model):\n    with torch.no_grad(): return model.eval()(inner(X)).sum() * SCALE",
+        scope,
+    )
+    own = dt.Stages(new_step(), **({"data": data, "evaluate": accuracy} | {role: scope[role]}))
+    dict(own.run(0, {"lr": 0.1}, 2)), dict(own.run(0, {"lr": 0.2}, 2))  # what a function writes itself may change
+    exec(change, scope)
+    with pytest.raises(dt.Invalid, match=f"{role} refers to {'SCALE' if 'SCALE' in change else 'inner'}, which has ch"):
+        dict(own.run(1, {"lr": 0.3}, 2))
 
 
 def test_data_that_draw_from_generators() -> None:
