@@ -23,6 +23,8 @@ Form = tuple[str, Any, bool]
 """A name, a sample, and whether it is `h + op(h)`."""
 TOGETHER = 6
 """Samples that are one module, which saves most of the time."""
+CALLS = 3
+"""Of which the last one is compared, and runs without Python."""
 
 
 def outcomes(op: Any, samples: Iterator[Any], count: int, cache: str, gradients: bool = True) -> Iterator[Outcome]:
@@ -118,7 +120,8 @@ def outcome(op: Any, forms: Sequence[Form], cache: str, gradients: bool) -> Outc
         return Outcome(name, "left out", "draws random numbers")
     compiled = dt.optimize(result(), cache=cache, jobs=1)
     try:
-        ours = eager(_then(compiled, processes), tensors, cotangents)[0]
+        for _ in range(CALLS):
+            ours = eager(_then(compiled, processes), tensors, cotangents)[0]
     except Exception as error:
         return Outcome(name, "raised", f"{type(error).__name__}: {error}")
     state = state_of(compiled)

@@ -22,6 +22,8 @@ from daceml_train.driver.options import Options
 from daceml_train.errors import INTERNAL
 
 FACTOR, FLOOR = 3.0, 1e-5
+CALLED = (0, 0, 0, 3)
+"""The inputs of the calls of a module: the third call runs without Python, the fourth may have other sizes."""
 Values = dict[str, Tensor]
 
 
@@ -103,7 +105,7 @@ def _called(case: Case, targets: Sequence[Tensor], dtype: torch.dtype, pipeline:
     model = case.built().to(dtype)
     called, breaks = (model, []) if pipeline is None else _compiled(case, model, pipeline)
     found: Values = {}
-    for i in (0, 3):
+    for number, i in enumerate(CALLED):
         x, y = (t.to(dtype) if t.is_floating_point() else t for t in (case.inputs(i), targets[i]))
         x = x.detach().clone().requires_grad_(x.is_floating_point())
         for parameter in model.parameters():
@@ -111,10 +113,10 @@ def _called(case: Case, targets: Sequence[Tensor], dtype: torch.dtype, pipeline:
         result = called(x)
         case.objective(result, y).backward()
         for k, output in enumerate(result if case.results else (result,)):
-            found[f"output {i}" + f", result {k}" * (k > 0)] = output.detach().clone()
+            found[f"output {number}" + f", result {k}" * (k > 0)] = output.detach().clone()
         if x.grad is not None:
-            found[f"call {i} gradient of the input"] = x.grad
-        found.update({f"call {i} gradient {n}": g for n, g in _gradients(model)})
+            found[f"call {number} gradient of the input"] = x.grad
+        found.update({f"call {number} gradient {n}": g for n, g in _gradients(model)})
     found.update({f"buffer {n}": b.clone() for n, b in model.named_buffers()})
     return found, list(breaks)
 

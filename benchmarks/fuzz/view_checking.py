@@ -28,6 +28,9 @@ WAYS = ("interpreted", "compiled", "optimize", "step")
 STEPS, RATE = 3, 0.125
 """Of what is trained."""
 
+CALLS = 4
+"""Of what is observed, each with a backward pass: later ones run without Python."""
+
 Seen = dict[str, Any]
 
 
@@ -134,7 +137,12 @@ def _compiled(module: Any, program: ViewProgram) -> Callable[..., Any]:
 
 
 def observed(called: Callable[..., Any], owner: Any, program: ViewProgram) -> Seen:
-    """What can be seen of a call and its backward pass."""
+    """What can be seen of the first and the last call, and of their backward passes."""
+    calls = [_observed(called, owner, program) for _ in range(CALLS)]
+    return calls[0] | {f"{name} of the last call": value for name, value in calls[-1].items()}
+
+
+def _observed(called: Callable[..., Any], owner: Any, program: ViewProgram) -> Seen:
     x, y = program.inputs()
     results = called(x, y)
     held = {"x": x, "y": y, "w": owner.w, "b": owner.b}

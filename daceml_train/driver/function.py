@@ -156,9 +156,11 @@ class CompiledGraph:
                 pass
         if self.compiled.prepacked is not None:
             tensors = self.compiled.prepacked(tensors, run_with_layout)
+        if self._native is None:
+            return run_with_layout(executable, tensors), None
         outputs, ran = _run_on_plan(executable, tensors)
         again, self._forward_plan = ran is self._forward_plan, ran
-        if self._native is not None and again:  # sizes that are met once do not take the place of those of most calls
+        if again:  # sizes that are met once do not take the place of those of most calls
             prepacked = self.compiled.prepacked
             prepared = None if prepacked is None else prepacked.prepared
             if prepacked is None or prepared is not None:
@@ -200,6 +202,8 @@ class CompiledGraph:
                 return self.cuda_graphs.backward(plan, tensors, ticket)
             except InputMismatch:
                 pass
+        if self._native is None:
+            return run_with_layout(executable, tensors)
         outputs, self._backward_plan = _run_on_plan(executable, tensors)
         return outputs
 
