@@ -19,7 +19,7 @@ from daceml_train.driver.binding import (
     sizes_of,
 )
 from daceml_train.driver.goals import Differentiable
-from daceml_train.driver.native_call import native_call
+from daceml_train.driver.native_call import Strides, native_call
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.graph.graph import Role
@@ -110,9 +110,9 @@ class CompiledGraph:
         self.cuda_graphs = self._new_cuda_graphs() if cuda_graphs else None
         outside: Any = torch._dynamo.disable  # it is called where TorchDynamo is at work
         self._native = native_call(self, outside(self.__call__), outside(self._gradients))
-        self._forward_plan: BoundPlan | None = None
+        self._ran: tuple[BoundPlan | None, Strides] = None, ()
+        """What the last call in Python ran, if no input was copied, and per result the strides of its copy, if any."""
         self._backward_plan: BoundPlan | None = None
-        """What the last calls in Python ran, if nothing was copied before or afterwards."""
 
     @property
     def runs(self) -> int:
@@ -137,16 +137,28 @@ class CompiledGraph:
             back += range(count - len(self.compiled.cotangents), count)
         return CudaGraphPairs(device, self.compiled.results or len(self.captured.graph.outputs), moving, back)
 
-    def forward(self, tensors: Sequence[torch.Tensor], awaited: bool) -> tuple[list[torch.Tensor], Ticket | None]:
-        """Run the forward program; the ticket is for `backward`."""
+    def forward(
+        self, tensors: Sequence[torch.Tensor], results: int | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], Ticket | None]:
+        """Run the forward program; the first `results` outputs, as eager execution lays them out, and the others.
+
+        None: all outputs, and no backward pass follows. The ticket is for `backward`.
+        """
         changed = [(tensors[i], version_of(tensors[i]) + count) for i, count in self.changes]
-        outputs = self._run(tensors, awaited)
+        outputs, ran = self._run(tensors, results is not None and self.compiled.backward is not None)
         for tensor, version in changed:
             if not tensor.is_inference():
                 torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-        return outputs
+        found = self._laid_out(outputs[:results], tensors)
+        if self._native is not None and not isinstance(ran, Ticket):
+            pairs = zip(found, outputs, strict=False)
+            self._use_natively((ran, tuple(() if a is b else a.stride() for a, b in pairs)))
+        return found, [] if results is None else outputs[results:], ran if isinstance(ran, Ticket) else None
 
-    def _run(self, tensors: Sequence[torch.Tensor], awaited: bool) -> tuple[list[torch.Tensor], Ticket | None]:
+    def _run(
+        self, tensors: Sequence[torch.Tensor], awaited: bool
+    ) -> tuple[list[torch.Tensor], Ticket | BoundPlan | None]:
+        """The outputs, and on a GPU the ticket, else the plan that ran, unless inputs had to be copied."""
         executable = self.compiled.forward
         if self.cuda_graphs is not None:
             plan = executable.plan(executable.sizes_of(tensors))
@@ -158,22 +170,20 @@ class CompiledGraph:
             tensors = self.compiled.prepacked(tensors, run_with_layout)
         if self._native is None:
             return run_with_layout(executable, tensors), None
-        outputs, ran = _run_on_plan(executable, tensors)
-        again, self._forward_plan = ran is self._forward_plan, ran
-        if again:  # sizes that are met once do not take the place of those of most calls
-            prepacked = self.compiled.prepacked
-            prepared = None if prepacked is None else prepacked.prepared
-            if prepacked is None or prepared is not None:
-                self._native.use(ran, self._backward_plan, prepared)
-        return outputs, None
+        return _run_on_plan(executable, tensors)
 
-    def laid_out(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _use_natively(self, ran: tuple[BoundPlan | None, Strides]) -> None:
+        """Let native calls run what a call in Python ran for a second time: sizes that are met once stay in Python."""
+        again, self._ran = ran == self._ran, ran
+        prepacked = self.compiled.prepacked
+        prepared = None if prepacked is None else prepacked.prepared
+        if again and self._native is not None and (prepacked is None or prepared is not None):
+            self._native.use(ran[0], self._backward_plan, ran[1], prepared)
+
+    def _laid_out(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Outputs of the forward program on `tensors`, in the strides of eager execution."""
         by_name = dict(zip(self.names, tensors, strict=True)) if self.captured.sized else {}
-        results = laid_out(self.captured, outputs, sizes_of(self.captured, by_name))
-        if self._native is not None and any(a is not b for a, b in zip(results, outputs, strict=True)):
-            self._native = None  # these are copied in Python
-        return results
+        return laid_out(self.captured, outputs, sizes_of(self.captured, by_name))
 
     def owners(self, results: Any, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Graph output -> its value in a call of `eager`, for outputs through which gradients flow."""
@@ -222,7 +232,8 @@ class CompiledGraph:
             results[i] = cotangent
         found = gradients_of(self, Call(arguments, tensors, versions), lambda: saved, results)
         if self._native is not None:
-            self._native.use(self._forward_plan, self._backward_plan)
+            plan, copied = self._ran
+            self._native.use(plan, self._backward_plan, copied)
         return [found[position] for position in self.wanted]
 
     def __call__(self, *arguments: Any) -> Any:
@@ -241,7 +252,7 @@ class CompiledGraph:
             drawn |= {SEED: draw_seed()} if SEED in self.captured.graph.inputs else {}
             tensors = [drawn[n] if n in drawn else by_name[n] for n in self.names]
         if not self.differentiable or not torch.is_grad_enabled():
-            results: Sequence[Any] = self.laid_out(self.forward(tensors, awaited=False)[0], tensors)
+            results: Sequence[Any] = self.forward(tensors, None)[0]
         else:
             self._disconnect(tensors)
             results = _Function.apply(self, arguments, *tensors)  # type: ignore[no-untyped-call]
@@ -303,9 +314,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, graph: CompiledGraph, arguments: Sequence[Any], *tensors: torch.Tensor) -> Any:
-        outputs, ticket = graph.forward(tensors, awaited=graph.compiled.backward is not None)
-        results, saved = outputs[: graph.compiled.results], outputs[graph.compiled.results :]
-        results = graph.laid_out(results, tensors)
+        results, saved, ticket = graph.forward(tensors, graph.compiled.results)
         ctx.graph, ctx.call = graph, Call(arguments, tensors, [version_of(t) for t in tensors], ticket)
         given = (
             t.clone() if i in graph.copied and not t.requires_grad else t for i in graph.kept for t in [tensors[i]]

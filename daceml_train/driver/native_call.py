@@ -25,6 +25,8 @@ from daceml_train.runtime.native_library import library
 CHANGES = 16
 """How often a function may be given other plans: beyond that, sizes change from call to call."""
 
+Strides = tuple[tuple[int, ...], ...]
+
 _ATTRIBUTE, _SEED = -1, -2
 """What stands for the position of an argument."""
 
@@ -70,13 +72,19 @@ class NativeCall:
         """How many calls ran without Python."""
         return int(library().compiled_call_runs(self.function))
 
-    def use(self, forward: BoundPlan | None, backward: BoundPlan | None, prepared: Prepared | None = None) -> None:
+    def use(
+        self,
+        forward: BoundPlan | None,
+        backward: BoundPlan | None,
+        copied: Strides = (),
+        prepared: Prepared | None = None,
+    ) -> None:
         """Run these plans from here on, if nothing is measured or searched any more; None: Python runs the program.
 
-        `prepared`: what the forward program takes instead of all inputs.
+        `copied`: per result, the strides of its copy; `prepared`: what the forward program takes instead of all inputs.
         """
         seen = None if prepared is None else prepared.seen
-        given = forward, backward, library().compiled_calls_epoch(), seen
+        given = forward, backward, library().compiled_calls_epoch(), seen, copied
         if forward is None or given == self._given or self._changes >= CHANGES:
             return
         if any(plan is not None and not _is_settled(plan) for plan in (forward, backward)):
@@ -84,8 +92,8 @@ class NativeCall:
         self._changes += given[:2] != self._given[:2]
         self._given = given
         told = [_told(plan) for plan in (forward, backward)]
-        outputs = _owners(forward), () if backward is None else _owners(backward)
-        rest = (*outputs, *told, forward.threads, given, *(((), 0, (), ()) if prepared is None else prepared))
+        outputs = tuple(forward.outputs), () if backward is None else tuple(backward.outputs)
+        rest = (*outputs, *told, forward.threads, given, copied, *(((), 0, (), ()) if prepared is None else prepared))
         handles = [
             plan.plan._handle if plan is not None and isinstance(plan.plan, Plan) else None for plan in given[:2]
         ]
@@ -115,7 +123,9 @@ def native_call(graph: Compiled, python: Callable[..., Any], backward: Callable[
 def _is_settled(bound: BoundPlan) -> bool:
     """Whether a plan runs as it is from here on, and hands over each output as it is."""
     searched = bound.launch_threads is None or bound.launch_threads.done
-    return bound.timing is None and searched and all(isinstance(shape, int) for shape in bound._shapes)
+    positions = [position for position, *_ in bound.outputs]
+    views = [position for position, *layout in bound.outputs if layout]
+    return bound.timing is None and searched and all(positions.count(position) == 1 for position in views)
 
 
 def _handle(bound: BoundPlan | None) -> Any:
@@ -127,10 +137,6 @@ def _told(bound: BoundPlan | None) -> Callable[[float], Any] | None:
     if bound is None or bound.contention is None:
         return None
     return cast("Callable[[float], Any]", torch._dynamo.disable(bound.contention.add))
-
-
-def _owners(bound: BoundPlan) -> tuple[int, ...]:
-    return tuple(shape for shape in bound._shapes if isinstance(shape, int))
 
 
 __all__ = ["NativeCall", "native_call"]

@@ -129,9 +129,9 @@ class BoundPlan:
             self.order += [index] * (1 + len(self.last_use.get(index, ())))
         self.owners = list(dict.fromkeys(place.slot for place in program.outputs))
         self.plan.finalize(max(self.arena_bytes, self._placeholder_bytes), self.owners)
-        self._shapes = [self._output(place) for place in program.outputs]
-        self._whole = self._shapes == list(range(len(self.owners)))
-        """Whether the outputs are what the plan hands over, as it is."""
+        self.outputs = [self._output(place) for place in program.outputs]
+        """Per output of the program the position among the owners; sizes, strides and offset where it is a part."""
+        self._whole = self.outputs == [(i,) for i in range(len(self.owners))]
         self.in_lanes = None if lanes is None else run_in_lanes(self, lanes)
         """Segments and waits, as the executor takes them."""
         self.launch_threads = None if tuner is None or device is not CPU else LaunchThreads(self, tuner)
@@ -332,13 +332,12 @@ class BoundPlan:
             self._views[key] = self.plan.view(place.slot, offset, *layout)
         return self._views[key]
 
-    def _output(self, place: BufferView) -> tuple[int, list[int], list[int], int] | int:
-        """The position among the owners, with a layout if the output is not the whole slot as it is."""
+    def _output(self, place: BufferView) -> tuple[Any, ...]:
         slot, position = self.program.slots[place.slot], self.owners.index(place.slot)
         layout = (self._ints(place.shape), self._ints(place.strides), self.value(place.offset))
         if layout == (self._ints(slot.shape), self._ints(slot.strides), 0):
-            return position
-        return (position, *layout)
+            return (position,)
+        return position, tuple(layout[0]), tuple(layout[1]), layout[2]
 
     def bytes_of(self, slot: int) -> int:
         """Bytes of a slot; the size of scratch memory depends on the blocks of its kernel."""
@@ -378,7 +377,7 @@ class BoundPlan:
 
     def owners_of(self, outputs: int | None) -> frozenset[int]:
         """The positions of the program's first `outputs` outputs among the plan's; all of them, if None."""
-        return frozenset(shape if isinstance(shape, int) else shape[0] for shape in self._shapes[:outputs])
+        return frozenset(position for position, *_ in self.outputs[:outputs])
 
     # ---- running ------------------------------------------------------------------------------------------------
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -434,14 +433,7 @@ class BoundPlan:
             raise OutOfMemory(biggest(self, str(error))) from error
         if self._whole:
             return owned
-        outputs = []
-        for shape in self._shapes:
-            if isinstance(shape, int):
-                outputs.append(owned[shape])
-            else:
-                position, sizes, strides, offset = shape
-                outputs.append(owned[position].as_strided(sizes, strides, offset))
-        return outputs
+        return [owned[i].as_strided(*layout) if layout else owned[i] for i, *layout in self.outputs]
 
     def _shown(self, run: Callable[..., list[torch.Tensor]], arguments: Any) -> list[torch.Tensor]:
         """Run as one span of the profile that PyTorch records: `training_step`, `forward` or `backward`."""

@@ -35,6 +35,18 @@ class Normalized(torch.nn.Module):
         return self.linear(self.norm(x))
 
 
+class Shuffled(torch.nn.Module):
+    """Its results have other shapes than the arrays that its kernels write, and strides of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 8)
+
+    def forward(self, x):
+        hidden = self.linear(x).view(-1, 2, 4)
+        return hidden.transpose(1, 2).reshape(-1, 8), torch.sin(hidden.permute(2, 0, 1))
+
+
 class Dropped(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -85,7 +97,7 @@ def gradients(model):
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", [TwoLayers, Normalized])
+@pytest.mark.parametrize("kind", [TwoLayers, Normalized, Shuffled])
 @pytest.mark.parametrize("of_inputs", [False, True])
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (4, 2, 4, 2, 2, 2, 4)])
 def test_steps(kind, of_inputs, sizes):
@@ -95,9 +107,13 @@ def test_steps(kind, of_inputs, sizes):
         before = [[b._version for b in model.buffers()] for model in (eager, ours)]
         x = torch.randn(size, 6, dtype=torch.double, requires_grad=of_inputs)
         y = x.detach().clone().requires_grad_(of_inputs)
+        strides = []
         for model, given in ((eager, x), (ours, y)):
             clear(model)
+            results = model(given)
+            strides.append([r.stride() for r in results] if isinstance(results, tuple) else results.stride())
             loss(model, given).backward()
+        assert strides[0] == strides[1]
         torch.testing.assert_close(y.grad, x.grad)
         torch.testing.assert_close(gradients(ours), gradients(eager))
         torch.testing.assert_close(ours.state_dict(), eager.state_dict())

@@ -3,86 +3,22 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <exception>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/profiler/api.h>
 
+#include "compiled_programs.h"
 #include "fingerprint.h"
-#include "plan.h"
-#include "python_error.h"
-#include "records.h"
+#include "record_functions.h"
 
 namespace daceml {
-
-// What the calls of one set of sizes run.
-struct Programs {
-  Plan* forward = nullptr;
-  Plan* backward = nullptr;                      // null: Python runs the backward pass
-  std::vector<int64_t> forward_outputs, backward_outputs;  // per output of the program, the plan's
-  _object *told_forward = nullptr, *told_backward = nullptr;  // what is told the seconds of a run, if anything is
-  // What is computed from inputs that seldom change: those, their fingerprint, and the operands that the forward program
-  // takes instead of all inputs, each the position of an input, or an object.
-  std::vector<int64_t> watched;
-  uint64_t seen = 0;
-  std::vector<std::pair<int64_t, _object*>> operands;
-  _object* alive = nullptr;                      // owns all of these
-  int threads = 1;
-  int64_t epoch = 0;
-
-  ~Programs() {
-    const Interpreter lock;
-    if (lock) Py_DecRef(alive);
-  }
-};
-
-// Advances when programs are to run in Python again, as for a measurement.
-inline std::atomic<int64_t>& epoch() {
-  static std::atomic<int64_t> current{0};
-  return current;
-}
-
-inline bool is_usual(const Programs& programs) {
-  return programs.epoch == epoch().load(std::memory_order_relaxed) && programs.threads == at::get_num_threads() &&
-         !torch::profiler::impl::profilerEnabled();
-}
-
-// False: a tensor is not as the plan expects, or a launch failed; Python's run says why.
-inline bool run(Plan& plan, const std::vector<void*>& inputs, const std::vector<int64_t>& outputs,
-                std::vector<at::Tensor>& to, double& seconds) {
-  try {
-    const double begin = now();
-    const std::vector<at::Tensor> owned = outputs_of(plan, inputs);
-    seconds = now() - begin;
-    for (int64_t output : outputs) to.push_back(owned[static_cast<size_t>(output)]);
-    return true;
-  } catch (const std::exception&) {
-    return false;
-  }
-}
-
-// Hold the lock of the interpreter. False after an error of Python.
-inline bool tell(_object* told, double seconds) {
-  if (told == nullptr) return true;
-  const Owned number(PyFloat_FromDouble(seconds));
-  _object* arguments[] = {number.get()};
-  const Owned result(number ? PyObject_Vectorcall(told, arguments, 1, nullptr) : nullptr);
-  return static_cast<bool>(result);
-}
-
-inline at::Tensor tensor_at(void* impl) {
-  using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  return at::Tensor(Pointer::reclaim_copy(static_cast<c10::TensorImpl*>(impl)));
-}
 
 // The description of a captured graph, which `driver.native_call` makes, and what its calls run.
 struct CompiledCall {
@@ -356,6 +292,9 @@ inline _object* CompiledCall::natively(_object* self, _object* const* arguments,
   PyEval_RestoreThread(state);
   if (!ran) return nullptr;
   ++runs;
+  for (size_t i = 0; i < current->copied.size(); ++i) {
+    if (!current->copied[i].empty()) outputs[i] = copy_of(outputs[i], current->copied[i]);
+  }
   for (size_t i = 0; i < counters.size(); ++i) counters[i].set_version(versions[i]);
   if (!tell(current->told_forward, seconds)) return nullptr;
   if (!wanted.empty() && wants_gradient(tensors)) connect(self, arguments, count, tensors, outputs, current);
@@ -370,6 +309,18 @@ inline _object* CompiledCall::natively(_object* self, _object* const* arguments,
 inline std::vector<int64_t> integers_of(_object* tuple) {
   std::vector<int64_t> found;
   for (std::ptrdiff_t i = 0; i < PyTuple_Size(tuple); ++i) found.push_back(number(tuple, i));
+  return found;
+}
+
+inline std::vector<Output> outputs_from(_object* list) {
+  std::vector<Output> found;
+  for (_object* each : items(list)) {
+    const bool is_view = PyTuple_Size(each) > 1;
+    found.push_back({static_cast<size_t>(number(each, 0)), is_view, {}, {}, 0});
+    if (!is_view) continue;
+    found.back().sizes = integers_of(item(each, 1)), found.back().strides = integers_of(item(each, 2));
+    found.back().offset = number(each, 3);
+  }
   return found;
 }
 
@@ -414,15 +365,16 @@ inline int compiled_call_use(_object* function, Plan* forward, Plan* backward, _
   auto programs = std::make_shared<Programs>();
   programs->alive = new_reference(rest);
   programs->forward = forward, programs->backward = backward;
-  programs->forward_outputs = integers_of(item(rest, 0)), programs->backward_outputs = integers_of(item(rest, 1));
+  programs->forward_outputs = outputs_from(item(rest, 0)), programs->backward_outputs = outputs_from(item(rest, 1));
+  for (_object* strides : items(item(rest, 6))) programs->copied.push_back(integers_of(strides));
   const auto told = [rest](std::ptrdiff_t i) { return item(rest, i) == none() ? nullptr : item(rest, i); };
   programs->told_forward = told(2), programs->told_backward = told(3);
   programs->threads = static_cast<int>(number(rest, 4));
-  programs->watched = integers_of(item(rest, 6));
-  programs->seen = PyLong_AsUnsignedLongLong(item(rest, 7));
-  const std::vector<int64_t> positions = integers_of(item(rest, 8));
+  programs->watched = integers_of(item(rest, 7));
+  programs->seen = PyLong_AsUnsignedLongLong(item(rest, 8));
+  const std::vector<int64_t> positions = integers_of(item(rest, 9));
   for (size_t i = 0; i < positions.size(); ++i) {
-    programs->operands.push_back({positions[i], item(item(rest, 9), static_cast<std::ptrdiff_t>(i))});
+    programs->operands.push_back({positions[i], item(item(rest, 10), static_cast<std::ptrdiff_t>(i))});
   }
   programs->epoch = epoch().load();
   if (PyErr_Occurred() != nullptr) return -1;

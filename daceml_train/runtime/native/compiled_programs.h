@@ -1,0 +1,101 @@
+// What calls of a compiled graph run: a forward and a backward program, for one set of sizes.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty_strided.h>
+#include <torch/csrc/profiler/api.h>
+
+#include "plan.h"
+#include "python_error.h"
+
+namespace daceml {
+
+// An output of a program: one of the plan's, or a view of it, which shares its memory with no other output.
+struct Output {
+  size_t position;
+  bool is_view;
+  std::vector<int64_t> sizes, strides;
+  int64_t offset;
+
+  at::Tensor of(const std::vector<at::Tensor>& owned) const {
+    const at::Tensor& whole = owned[position];
+    return is_view ? whole.as_strided(sizes, strides, offset) : whole;
+  }
+};
+
+// What the calls of one set of sizes run.
+struct Programs {
+  Plan* forward = nullptr;
+  Plan* backward = nullptr;                      // null: Python runs the backward pass
+  std::vector<Output> forward_outputs, backward_outputs;
+  std::vector<std::vector<int64_t>> copied;      // per result, the strides of its copy; empty: it is not copied
+  _object *told_forward = nullptr, *told_backward = nullptr;  // what is told the seconds of a run, if anything is
+  // What is computed from inputs that seldom change: those, their fingerprint, and the operands that the forward program
+  // takes instead of all inputs, each the position of an input, or an object.
+  std::vector<int64_t> watched;
+  uint64_t seen = 0;
+  std::vector<std::pair<int64_t, _object*>> operands;
+  _object* alive = nullptr;                      // owns all of these
+  int threads = 1;
+  int64_t epoch = 0;
+
+  ~Programs() {
+    const Interpreter lock;
+    if (lock) Py_DecRef(alive);
+  }
+};
+
+// Advances when programs are to run in Python again, as for a measurement.
+inline std::atomic<int64_t>& epoch() {
+  static std::atomic<int64_t> current{0};
+  return current;
+}
+
+inline bool is_usual(const Programs& programs) {
+  return programs.epoch == epoch().load(std::memory_order_relaxed) && programs.threads == at::get_num_threads() &&
+         !torch::profiler::impl::profilerEnabled();
+}
+
+// False: a tensor is not as the plan expects, or a launch failed; Python's run says why.
+inline bool run(Plan& plan, const std::vector<void*>& inputs, const std::vector<Output>& outputs,
+                std::vector<at::Tensor>& to, double& seconds) {
+  try {
+    const double begin = now();
+    const std::vector<at::Tensor> owned = outputs_of(plan, inputs);
+    seconds = now() - begin;
+    const PlainDispatch guards;
+    for (const Output& output : outputs) to.push_back(output.of(owned));
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+inline at::Tensor copy_of(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
+  const PlainDispatch guards;
+  at::Tensor copy = at::empty_strided(tensor.sizes(), strides, tensor.options());
+  copy.copy_(tensor);
+  return copy;
+}
+
+// Hold the lock of the interpreter. False after an error of Python.
+inline bool tell(_object* told, double seconds) {
+  if (told == nullptr) return true;
+  const Owned number(PyFloat_FromDouble(seconds));
+  _object* arguments[] = {number.get()};
+  const Owned result(number ? PyObject_Vectorcall(told, arguments, 1, nullptr) : nullptr);
+  return static_cast<bool>(result);
+}
+
+inline at::Tensor tensor_at(void* impl) {
+  using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  return at::Tensor(Pointer::reclaim_copy(static_cast<c10::TensorImpl*>(impl)));
+}
+
+}  // namespace daceml
