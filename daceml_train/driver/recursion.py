@@ -19,10 +19,11 @@ from daceml_train.frontends.torch.recursion.lazy import RECORDER, Lazy, record_b
 from daceml_train.frontends.torch.recursion.native_calls import values_given
 from daceml_train.frontends.torch.recursion.outline import outlined, with_codes
 from daceml_train.frontends.torch.recursion.paths import located
-from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures, computed
+from daceml_train.frontends.torch.recursion.recorder import Recorder, computed
 from daceml_train.frontends.torch.recursion.repeats import MISS
 from daceml_train.frontends.torch.recursion.runs import Run
-from daceml_train.frontends.torch.recursion.state import hooked_at_results, state_of
+from daceml_train.frontends.torch.recursion.state import hooked_at_results
+from daceml_train.frontends.torch.recursion.structures import Structures
 from daceml_train.runtime.deep_calls import call_deeply
 from daceml_train.runtime.records import functions as native_functions
 
@@ -46,6 +47,8 @@ class Recursion:
         self.outlined = outlined(whole, self.structures.codes, self.structures.blocks, modules)
         self.refused = ""
         """Why PyTorch runs all calls."""
+        self.left = 0
+        """In how many calls PyTorch had to run the rest."""
         self.faster = FasterModule(LEVELS)
         self.tried = 0
         self.serves = True
@@ -87,12 +90,13 @@ class Recursion:
             )
             return entry()
         tensors = [*module.parameters(), *module.buffers()]
-        recorder = Recorder(self.structures, tensors, entry.__code__, note, state_of(modules))
+        recorder = Recorder(self.structures, tensors, entry.__code__, note, module)
         collecting = gc.isenabled()
         record_by(recorder)
         try:
             gc.disable()  # what is recorded is freed without it, and would make it examine all objects of the process
-            with with_codes(self.outlined), values_given(), recorder:
+            with with_codes(self.outlined) as codes, values_given(), recorder:
+                recorder.follow(codes)
                 result = call_deeply(entry)
             record_by(None)
             result = computed(recorder, result)
@@ -103,7 +107,8 @@ class Recursion:
             record_by(None)
             if collecting:
                 gc.enable()
-        self.refused = recorder.eager
+        self.left += bool(recorder.eager)
+        self.refused = recorder.eager if recorder.lasting or self.left >= LEFT else ""
         self.tried += 1
         found = self.structures.nested or (self.structures.inner and self.tried < TRIED)
         self.serves = self.marked or found or bool(recorder.eager)
@@ -113,7 +118,8 @@ class Recursion:
 
     def _locate(self, error: Exception, source: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         """Add the path of the node to an error."""
-        where = located(error, self.codes, source, arguments, keywords)
+        others = [code for code in self.structures.codes.values() if code not in self.structures.blocks]
+        where = located(error, [*self.codes, *others], source, arguments, keywords)
         if isinstance(error, RecursionError):
             error.__traceback__ = _first(error.__traceback__, FRAMES)
             if where and "cycle" not in where:
@@ -130,6 +136,8 @@ def _use_native() -> None:
 
 TRIED = 4
 """In how many calls a function that was found has to call itself."""
+LEFT = 3
+"""After how many calls that PyTorch had to run the rest of it runs all, whatever the reasons."""
 FRAMES = 20
 """How many frames of a recursion without end an error shows."""
 

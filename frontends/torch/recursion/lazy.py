@@ -34,9 +34,10 @@ def meta(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requi
     key = (torch.Size(shape), dtype, device, requires_grad)
     found = _METAS.get(key)
     if found is None:
-        found = _METAS[key] = Meta()
+        found = Meta()
         found.shape, found.dtype, found.device, found.requires_grad = key
         found.known = key
+        found = _METAS.setdefault(key, found)  # another thread may have been faster
     return found
 
 

@@ -244,19 +244,25 @@ def outlined(
         for code in (results[0], *(block.function.__code__ for block in results[1])):
             codes[id(code)] = code
         blocks.update(block.function.__code__ for block in results[1])
+        _BLOCKS[results[0]] = tuple(block.function.__code__ for block in results[1])
     return found
 
 
 _LOCK = threading.Lock()
 _SOURCES: weakref.WeakKeyDictionary[types.CodeType, types.CodeType] = weakref.WeakKeyDictionary()
 """Code without blocks, by the code with them."""
+_BLOCKS: weakref.WeakKeyDictionary[types.CodeType, tuple[types.CodeType, ...]] = weakref.WeakKeyDictionary()
+"""The code of blocks, by the code that calls them."""
 _USERS: dict[types.FunctionType, int] = {}
 """How many recordings run functions with blocks now, which have the same results everywhere."""
 
 
 @contextlib.contextmanager
-def with_codes(found: dict[types.FunctionType, types.CodeType]) -> Iterator[None]:
-    """Run functions with blocks."""
+def with_codes(found: dict[types.FunctionType, types.CodeType]) -> Iterator[dict[types.CodeType, Sequence[Any]]]:
+    """Run functions with blocks; gives the code that they run, with that of its blocks.
+
+    It is another model's where that one runs the same functions now, in another thread.
+    """
     with _LOCK:
         # what was given other code since is run as it is
         found = {f: code for f, code in found.items() if _USERS.get(f) or f.__code__ is _SOURCES.get(code)}
@@ -265,8 +271,9 @@ def with_codes(found: dict[types.FunctionType, types.CodeType]) -> Iterator[None
             _USERS[function] = _USERS.get(function, 0) + 1
             if function in before:
                 _PLAIN[function], function.__code__ = before[function], code
+        codes = {function.__code__: _BLOCKS.get(function.__code__, ()) for function in found}
     try:
-        yield
+        yield codes
     finally:
         with _LOCK:
             for function in found:

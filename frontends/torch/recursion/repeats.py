@@ -13,10 +13,12 @@ from typing import Any, TypeAlias
 import torch
 
 from daceml_train.frontends.torch.recursion import columns
+from daceml_train.frontends.torch.recursion.effects import kept
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, meta_of, recording
 from daceml_train.frontends.torch.recursion.runs import Run, Shared
+from daceml_train.frontends.torch.recursion.watches import ABSENT, Watch
 
-MISS = object()
+MISS = ABSENT
 """Stands for operands that a record was not made for."""
 
 
@@ -133,13 +135,20 @@ def returned(template: Any) -> Iterator[int]:
 
 
 def repeat(
-    at: Any, grad: bool, operands: Sequence[Operand], inputs: Sequence[Place], metas: Sequence[Meta], template: Any
+    at: Any,
+    grad: bool,
+    operands: Sequence[Operand],
+    inputs: Sequence[Place],
+    metas: Sequence[Meta],
+    template: Any,
+    watch: Watch | None = None,
 ) -> Callable[..., Any]:
     """A function of a recorder and a block's operands that records a run that ends in `at`.
 
     `inputs` tells where the run's inputs are; `metas` has the types of its values, and `template` what is returned.
+    `watch` has what the record depends on besides.
     """
-    native, guards = columns.native("record"), _native_guards(operands)
+    native, guards = columns.native("record"), _native_guards(operands, watch)
     if native is not None and guards is not None:
         used = frozenset(returned(template))
         places = tuple((*_pair(p), isinstance(operands[p.operand], Meta | list)) for p in inputs)
@@ -149,9 +158,10 @@ def repeat(
         )
         return function
     source = _Source({"Lazy": Lazy, "Run": Run, "MISS": MISS, "MethodType": types.MethodType})
-    source.names |= {"grad_enabled": torch.is_grad_enabled, "meta_of": meta_of}
+    source.names |= {"grad_enabled": torch.is_grad_enabled, "meta_of": meta_of, "kept": kept}
     conditions = [f"grad_enabled() is {grad}"]
     conditions += [c for k, operand in enumerate(operands) for c in source.guards(k, operand)]
+    conditions += [f"{source.name(watch)}.holds()"] if watch is not None else []
     lines = [f"if not ({' and '.join(conditions)}): return MISS", "height = stage = 0"]
     for place in inputs:
         if not isinstance(operands[place.operand], Meta | list):
@@ -167,7 +177,8 @@ def repeat(
     lines += ["run.slots = run.group = run.forest = None", "run.position = 0", "run.sealed = True"]
     lines.append(f"run.used = {source.name(frozenset(returned(template)))}")
     lines += ["run.height = height", "run.stage = stage", "recorder.pending.append(run)"]
-    lines.append(f"run.inputs = ({''.join(f'{_place(p)}, ' for p in inputs)})")
+    given = [f"kept({_place(p)})" if isinstance(operands[p.operand], Known) else _place(p) for p in inputs]
+    lines.append(f"run.inputs = ({''.join(f'{each}, ' for each in given)})")
     values = sorted(set(returned(template)))
     for k in values:
         lines += [f"v{k} = Lazy()", f"v{k}.source = run", f"v{k}.index = {k}"]
@@ -178,7 +189,7 @@ def repeat(
 
 
 # ---- native functions -----------------------------------------------------------------------------------------------
-LAZY, IS_LIST, NUMBERS, SAME, METHOD, SCALAR, AGAIN = range(7)
+LAZY, IS_LIST, NUMBERS, SAME, METHOD, SCALAR, AGAIN, UNCHANGED, ENTRY, CODE = range(10)
 """Kinds of guards in `runtime/native/records.h`."""
 
 
@@ -186,9 +197,13 @@ def _pair(place: Place) -> tuple[int, int]:
     return place.operand, -1 if place.element is None else place.element
 
 
-def _native_guards(operands: Sequence[Operand]) -> tuple[Any, ...] | None:
+def _native_guards(operands: Sequence[Operand], watch: Watch | None) -> tuple[Any, ...] | None:
     """Conditions for operands: kind, operand, element, count, object. None if one has no native form."""
     found: list[tuple[int, int, int, int, Any]] = []
+    if watch is not None:
+        found.append((UNCHANGED, 0, watch.pairs.ctypes.data, len(watch.pairs), watch))
+        found += [(ENTRY, 0, 0, 0, each) for each in watch.entries]
+        found += [(CODE, 0, 0, 0, each) for each in watch.functions]
     for k, operand in enumerate(operands):
         if isinstance(operand, Meta):
             found.append((LAZY, k, -1, 0, operand))
