@@ -15,11 +15,12 @@ from daceml_train.driver.faster import LEVELS, FasterModule
 from daceml_train.driver.forests import Forests
 from daceml_train.frontends.torch.recursion import columns
 from daceml_train.frontends.torch.recursion.detect import MARKED, cycles, over_data, reachable
+from daceml_train.frontends.torch.recursion.finished import computed
 from daceml_train.frontends.torch.recursion.lazy import RECORDER, Lazy, record_by, recording
 from daceml_train.frontends.torch.recursion.native_calls import values_given
 from daceml_train.frontends.torch.recursion.outline import outlined, with_codes
 from daceml_train.frontends.torch.recursion.paths import located
-from daceml_train.frontends.torch.recursion.recorder import Recorder, computed
+from daceml_train.frontends.torch.recursion.recorder import Recorder
 from daceml_train.frontends.torch.recursion.repeats import MISS
 from daceml_train.frontends.torch.recursion.runs import Run
 from daceml_train.frontends.torch.recursion.state import hooked_at_results
@@ -101,6 +102,9 @@ class Recursion:
             record_by(None)
             result = computed(recorder, result)
         except Exception as error:
+            if recorder.exposed.written():
+                self.refused = "NumPy writes to a parameter or a buffer within a recursion; PyTorch runs all calls"
+                note(self.refused)
             self._locate(error, source, arguments, keywords)
             raise
         finally:

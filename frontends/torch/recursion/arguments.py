@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from daceml_train.frontends.torch.recursion import columns
-from daceml_train.frontends.torch.recursion.effects import kept
+from daceml_train.frontends.torch.recursion.effects import settled
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, lazy_of, meta
 from daceml_train.frontends.torch.recursion.runs import Pick
 
@@ -36,7 +36,7 @@ def joined_type(function: Any, args: Any, kwargs: Any) -> Meta | None:
 
 def picked(tensor: Any, index: Any) -> Lazy | None:
     """A slice of a tensor that has a gradient, whose position is data; None for other subscripts."""
-    if kept(tensor) is not tensor:
+    if settled(tensor) is not tensor:
         return None
     length = len(tensor) if tensor.ndim else 0
     if type(index) is slice and index.step in (None, 1):

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from daceml_train.frontends.torch.recursion.effects import all_kept
+from daceml_train.frontends.torch.recursion.effects import all_settled
 from daceml_train.frontends.torch.recursion.lazy import Lazy, meta_of, recording
+from daceml_train.frontends.torch.recursion.pure import modules_of
 from daceml_train.frontends.torch.recursion.repeats import (
     MISS,
     Alias,
@@ -24,7 +25,6 @@ from daceml_train.frontends.torch.recursion.repeats import (
     returned,
 )
 from daceml_train.frontends.torch.recursion.runs import Run
-from daceml_train.frontends.torch.recursion.pure import modules_of
 from daceml_train.frontends.torch.recursion.simple import only_computes
 from daceml_train.frontends.torch.recursion.state import SCALARS
 from daceml_train.frontends.torch.recursion.watches import Reads, Watch
@@ -79,12 +79,12 @@ class Block:
         if kept is not None:
             if (result := self._repeated(recorder, kept, operands)) is not MISS:
                 return result
-            if recorder.settle(kept.watches) and (kept := recorder.memo.get(key)) is not None:
-                if (result := self._repeated(recorder, kept, operands)) is not MISS:
+            if recorder.settle(kept.watches):
+                kept = recorder.memo.get(key)
+                if kept is not None and (result := self._repeated(recorder, kept, operands)) is not MISS:
                     return result
-        if kept is not None:
-            if kept.failed >= MOST or len(kept.known) >= MOST:
-                return self.function(*self._tensors(operands))
+        if kept is not None and (kept.failed >= MOST or len(kept.known) >= MOST):
+            return self.function(*self._tensors(operands))
         return self._first(recorder, operands)
 
     def _repeated(self, recorder: Any, kept: Kept, operands: Sequence[Any]) -> Any:
@@ -105,12 +105,12 @@ class Block:
 
     def _first(self, recorder: Any, operands: Sequence[Any]) -> Any:
         """Run the statements, and keep what they record if that can be repeated."""
-        given = [all_kept(a) if id(a) not in recorder.shared else a for a in self._tensors(operands)]
+        given = [all_settled(a) if id(a) not in recorder.shared else a for a in self._tensors(operands)]
         if not (outermost := recorder.outermost(self._caller())):
             recorder.settle()  # before the record is kept for a state
         before, events = len(recorder.pending), recorder.events
         grad = torch.is_grad_enabled()
-        reads = Reads()
+        reads = Reads(recorder.structures.noisy)
         described = None if outermost else self._described(recorder, operands, given, reads)
         watch = Watch(reads)
         result = self.function(*given)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import convert_frame
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -31,6 +32,8 @@ LOOK = "a look at a value"
 RANDOM = "draws random numbers, whose order is the user's program's"
 
 
+TRACING = convert_frame.compile_lock
+"""Whoever traces holds it, TorchDynamo included: PyTorch's tracers replace methods of all modules meanwhile."""
 NUMBER = meta((), torch.int64, torch.device("cpu"), False)
 
 
@@ -303,7 +306,9 @@ class Cell:
 
     def _any_count(self) -> fx.GraphModule:
         """The operators of PyTorch that compute the rows, for any number of them."""
-        if self.traced is None:
+        if self.traced is not None:
+            return self.traced  # type: ignore[no-any-return]
+        with TRACING:
             shared = [s.tensor for s in self.shared]
             dims = (*[0] * len(self.given), *[None] * len(shared))
 
@@ -320,7 +325,7 @@ class Cell:
                 return result
 
             self.traced = for_any_count({count: traced(count) for count in COUNTS})
-        return self.traced  # type: ignore[no-any-return]
+            return self.traced
 
     def graph(self, rows: Dim) -> Graph:
         """The rows as a graph of operators, whose inputs are `given`, then `shared`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,15 @@ _IN_PLACE = frozenset(f"__i{name}__" for name in _OPERATORS) | {"__setitem__", "
 _EXPOSING = ("numpy", "__array__", "__dlpack__")
 _ALWAYS, _PERHAPS, _NEVER = range(3)
 _KINDS: dict[Any, int] = {}
+
+
+DECIDES = frozenset({_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__})
+"""Functions that decide whether a parameter has a gradient."""
+
+
+def decides(function: Callable[..., Any], args: Any, shared: Collection[int]) -> bool:
+    """Whether a function decides whether a parameter has a gradient; `shared` has the identities of parameters."""
+    return needs_graph(function) and function in DECIDES and id(args[0]) in shared
 
 
 def needs_graph(function: Callable[..., Any]) -> bool:
@@ -61,7 +70,7 @@ def exposes(function: Callable[..., Any]) -> bool:
     return getattr(function, "__name__", "") in _EXPOSING
 
 
-def kept(tensor: torch.Tensor) -> torch.Tensor:
+def settled(tensor: torch.Tensor) -> torch.Tensor:
     """What a recorded operator reads of a tensor: a copy if others than PyTorch can write to its memory until then.
 
     PyTorch lets nobody change the size of memory that it shares with others.
@@ -74,14 +83,35 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if own else tensor.clone()
 
 
-def all_kept(args: Any) -> Any:
+def all_settled(args: Any) -> Any:
     """The same for all tensors in arguments."""
     kind = type(args)
     if kind in (list, tuple):
-        return kind(map(all_kept, args))
+        return kind(map(all_settled, args))
     if kind is dict:
-        return {name: all_kept(a) for name, a in args.items()}
-    return kept(args) if kind is not Lazy and isinstance(args, torch.Tensor) else args
+        return {name: all_settled(a) for name, a in args.items()}
+    return settled(args) if kind is not Lazy and isinstance(args, torch.Tensor) else args
+
+
+MOST = 1 << 16
+"""How many elements a parameter or buffer may have that is compared with a copy."""
+
+
+class Exposed:
+    """Parameters and buffers that NumPy's arrays have the memory of, with copies of them."""
+
+    def __init__(self, shared: Iterable[torch.Tensor]) -> None:
+        with torch._C.DisableTorchFunction():
+            small = [t.detach() for t in shared if t.layout is torch.strided and t.numel() <= MOST]
+            self.found = [(t, t._version, t.clone()) for t in small if not t.untyped_storage().resizable()]
+
+    def written(self) -> bool:
+        """Whether NumPy has changed one of them since."""
+        with torch._C.DisableTorchFunction():
+            return any(
+                t._version == version and not torch.equal(t.nan_to_num(), before.nan_to_num())
+                for t, version, before in self.found
+            )
 
 
 class Held:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -154,10 +155,16 @@ def known(found: Any) -> Any:
     return found
 
 
-def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    handler = torch.overrides.handle_torch_function
+_TENSOR: dict[str, Any] = gc.get_referents(vars(torch.Tensor))[0]
+"""What user code changes where it gives all tensors another method."""
+
+
+def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    handler, own = torch.overrides.handle_torch_function, _TENSOR.get(name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _TENSOR.get(name) is not own:
+            return getattr(self.tensor(), name)(*args, **kwargs)
         recorder = recording()
         if recorder is None:
             return handler(function, (self,), self, *args, **kwargs)
@@ -166,8 +173,8 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _property(function: Callable[..., Any]) -> Any:
-    return property(_method(function))
+def _property(name: str, function: Callable[..., Any]) -> Any:
+    return property(_method(name, function))
 
 
 def _attribute(name: str) -> Any:
@@ -216,9 +223,9 @@ for _name in dir(torch.Tensor):
     if _name in _OWN or _name in Lazy.__dict__:
         continue
     if _name in ("T", "mT", "H", "mH"):
-        setattr(Lazy, _name, _property(_found.__get__))
+        setattr(Lazy, _name, _property(_name, _found.__get__))
     elif callable(_found) and not isinstance(_found, type):
-        setattr(Lazy, _name, _method(_found))
+        setattr(Lazy, _name, _method(_name, _found))
     elif not _name.startswith("__"):
         setattr(Lazy, _name, _attribute(_name))
 

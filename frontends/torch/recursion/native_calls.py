@@ -28,6 +28,16 @@ _PLACES: tuple[tuple[Any, str], ...] = (
 )
 
 
+def _enables(mode: Any) -> bool:
+    """Whether a context of autocast changes the types of operators on a CPU."""
+    return bool(mode._enabled) and mode.device == "cpu"
+
+
+_MODES: tuple[tuple[Any, str, str, Callable[[Any], bool]], ...] = (
+    (torch.autocast, "__enter__", "autocast", _enables),
+    (torch._C, "_set_default_dtype", "another default type", lambda dtype: dtype is not torch.get_default_dtype()),
+)
+"""Functions after which operators compute otherwise, what they do, and for which arguments."""
 APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 """What runs the `forward` of a user's function for autograd, whose results have to be tensors."""
 
@@ -61,8 +71,9 @@ def values_given() -> Iterator[None]:
 @functools.cache
 def _functions() -> tuple[tuple[Any, str, Any, Any], ...]:
     """Where functions are, they themselves, and what takes their place."""
-    originals = [getattr(owner, name) for owner, name in _PLACES]
-    return tuple((*place, f, _with_values(f)) for place, f in zip(_PLACES, originals, strict=True))
+    values = [(owner, name, f := getattr(owner, name), _with_values(f)) for owner, name in _PLACES]
+    modes = [(owner, name, f := getattr(owner, name), _leaving(f, *rest)) for owner, name, *rest in _MODES]
+    return (*values, *modes)
 
 
 @functools.cache
@@ -70,6 +81,19 @@ def _teach_script() -> None:
     """The same for TorchScript, whose classes of native code do not take their methods back."""
     for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
         kind.__call__ = _with_values(kind.__call__)  # type: ignore[method-assign]
+
+
+def _leaving(original: Callable[..., Any], what: Any, changes: Any) -> Callable[..., Any]:
+    """The same function, before which PyTorch takes over."""
+
+    @functools.wraps(original)
+    def called(given: Any) -> Any:
+        recorder = recording()
+        if recorder is not None and not recorder.eager and changes(given):
+            recorder.abandon(f"{what} that is enabled")
+        return original(given)
+
+    return called
 
 
 def _with_values(original: Callable[..., Any]) -> Callable[..., Any]:

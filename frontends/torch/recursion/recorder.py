@@ -13,7 +13,16 @@ from torch.overrides import TorchFunctionMode
 
 from daceml_train.frontends.torch.recursion import cells, columns
 from daceml_train.frontends.torch.recursion.arguments import joined_type, laziness, lazy_values, name_of, picked
-from daceml_train.frontends.torch.recursion.effects import Held, all_kept, exposes, kept, may_change, needs_graph
+from daceml_train.frontends.torch.recursion.effects import (
+    Exposed,
+    Held,
+    all_settled,
+    decides,
+    exposes,
+    may_change,
+    needs_graph,
+    settled,
+)
 from daceml_train.frontends.torch.recursion.forest import Forest, gathered, rows
 from daceml_train.frontends.torch.recursion.lazy import (
     Lazy,
@@ -46,8 +55,6 @@ from daceml_train.frontends.torch.recursion.watches import Watch
 
 _GETTER = type(vars(torch.Tensor.__mro__[1])["shape"].__get__)
 _ITEM = torch.Tensor.__getitem__
-STATES = 32
-"""For how many states of modules records are kept."""
 
 
 class Recorder(TorchFunctionMode):
@@ -66,12 +73,11 @@ class Recorder(TorchFunctionMode):
         self.structures, self.note = structures, note
         tensors = list(tensors)
         self.shared = structures.shared_by(tensors)
-        self.held = Held(tensors)
+        self.held, self.exposed = Held(tensors), Exposed(tensors)
         self.grad = torch.is_grad_enabled()
         """Whether values have gradients, unless what computes them was called where they have none."""
         self.entry = entry
         self.frames: dict[int, bool] = {}
-        self.follow({})
         self.pending: list[Run] = []
         self.solos: list[Solo] = []
         self.traced: dict[types.FrameType, Run] = {}
@@ -85,34 +91,33 @@ class Recorder(TorchFunctionMode):
         self.state: State | None = None
         self.last: dict[Any, Callable[..., Any]] = {}
         """Per block, what repeats the record that was repeated last."""
-        self.settle()
 
     def follow(self, codes: Mapping[types.CodeType, Iterable[types.CodeType]]) -> None:
-        """Know further code of the recursion, and that of its blocks."""
+        """Begin, while functions of the recursion have this code, and their blocks."""
         known = self.structures
         for code, blocks in codes.items():
             known.codes |= {id(each): each for each in (code, *blocks)}
             known.blocks.update(blocks)
         self.frames = dict.fromkeys(known.codes, True) | {id(self.entry): False, id(APPLY): False}
+        self.settle()
 
     def settle(self, watches: Sequence[Watch] | None = None) -> bool:
         """Take the records that were made for the state in which modules are now; whether anything has changed.
 
         With watches, only if one of these has seen a change.
         """
-        if watches is not None and all(watch.unchanged for watch in watches):
+        if watches is not None and all(watch.unchanged() for watch in watches):
             return False
         known = self.structures
         with torch._C.DisableTorchFunction():
             state = state_of(list(self.root.modules()), known.contents)
         if state != self.state:
-            while len(known.memo) >= STATES and state not in known.memo:
-                for table in (known.memo, known.last, known.watches):
-                    table.pop(next(iter(table)))
             self.state, self.modules = state, state.modules
-            self.memo = known.memo.setdefault(state, {})
-            self.last = known.last.setdefault(state, {})
-            self.watches = known.watches.setdefault(state, [])
+            self.memo, self.last, self.watches = known.of(state)
+        elif watches is not None and (noise := set[int]().union(*(watch.noise() for watch in watches))):
+            known.noisy |= noise
+            for records in (self.memo, self.last, self.watches):
+                records.clear()
         for watch in self.watches:
             watch.arm()
         return True
@@ -131,7 +136,7 @@ class Recorder(TorchFunctionMode):
         if peek_interpreter_stack() is not None:  # within `torch.func`, whose values are not those of this level
             return function(*known(args), **known(kwargs))
         if needs_graph(function):
-            if state & 1:
+            if state & 1 or decides(function, args, self.shared):
                 self.abandon(f"{name_of(function)} {cells.EFFECT}")
             return function(*known(args), **known(kwargs))
         frame = self._frame()
@@ -154,6 +159,8 @@ class Recorder(TorchFunctionMode):
     def _now(self, state: int, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of a function of tensors that need not wait; operators that do are computed if it changes them."""
         changes = may_change(function, args, kwargs)
+        if not self.eager and decides(function, args, self.shared):
+            self.abandon(f"{name_of(function)} {cells.EFFECT}")
         if changes and exposes(function) and not self.eager and self.held.of_shared(args, kwargs):
             self.abandon(f"{name_of(function)} of a parameter or a buffer")
         if self.pending and changes and self.held.by(self.pending, self.solos, args, kwargs):
@@ -233,7 +240,7 @@ class Recorder(TorchFunctionMode):
             if shared is not None:
                 return shared
             found = run.slots.get(id(a))
-            return found if found is not None else self._input(run, a := kept(a), meta_of(a))
+            return found if found is not None else self._input(run, a := settled(a), meta_of(a))
         if kind is slice:
             return (SLICE, *[self._encode(run, b) for b in (a.start, a.stop, a.step)])
         if kind is dict:
@@ -336,7 +343,7 @@ class Recorder(TorchFunctionMode):
             return self._at_once(function, args, kwargs, why)
         stage = columns.use(list(lazy_values((args, kwargs)) if joined is None else args[0]))
         self.events += 1
-        solo = Solo(self, function, all_kept(args), all_kept(kwargs), stage)
+        solo = Solo(self, function, all_settled(args), all_settled(kwargs), stage)
         value = lazy_of(solo, 0, result)
         solo.values.append(value)
         self.solos.append(solo)
@@ -419,20 +426,3 @@ def _with_tensors(runs: Iterable[Run]) -> None:
     """Replace lists of numbers among inputs by the tensors that they stand for."""
     for run in runs:
         run.inputs = [torch.tensor(a) if type(a) is list else a for a in run.inputs]
-
-
-def computed(recorder: Recorder, found: Any) -> Any:
-    """A result of user code with tensors in place of lazy ones."""
-    import torch.utils._pytree as pytree
-
-    leaves, spec = pytree.tree_flatten(found)
-    lazies = [leaf for leaf in leaves if type(leaf) is Lazy]
-    for value in lazies:
-        if type(value.source) is Run:
-            value.source.use(value.index)
-    recorder.flush()
-    with outside(recorder.grad or any(value.meta.requires_grad for value in lazies)):
-        gathered(None, [lazies])
-        leaves = [known(leaf) if type(leaf) is Lazy else leaf for leaf in leaves]
-    recorder.traced.clear()  # which keeps frames, with what their calls refer to
-    return pytree.tree_unflatten(leaves, spec)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from daceml_train.frontends.torch.recursion import columns
-from daceml_train.frontends.torch.recursion.effects import kept
+from daceml_train.frontends.torch.recursion.effects import settled
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, meta_of, recording
 from daceml_train.frontends.torch.recursion.runs import Run, Shared
 from daceml_train.frontends.torch.recursion.watches import ABSENT, Watch
@@ -158,10 +158,10 @@ def repeat(
         )
         return function
     source = _Source({"Lazy": Lazy, "Run": Run, "MISS": MISS, "MethodType": types.MethodType})
-    source.names |= {"grad_enabled": torch.is_grad_enabled, "meta_of": meta_of, "kept": kept}
+    source.names |= {"grad_enabled": torch.is_grad_enabled, "meta_of": meta_of, "settled": settled}
     conditions = [f"grad_enabled() is {grad}"]
     conditions += [c for k, operand in enumerate(operands) for c in source.guards(k, operand)]
-    conditions += [f"{source.name(watch)}.holds()"] if watch is not None else []
+    conditions += _unchanged(source, watch) if watch is not None else []
     lines = [f"if not ({' and '.join(conditions)}): return MISS", "height = stage = 0"]
     for place in inputs:
         if not isinstance(operands[place.operand], Meta | list):
@@ -177,7 +177,7 @@ def repeat(
     lines += ["run.slots = run.group = run.forest = None", "run.position = 0", "run.sealed = True"]
     lines.append(f"run.used = {source.name(frozenset(returned(template)))}")
     lines += ["run.height = height", "run.stage = stage", "recorder.pending.append(run)"]
-    given = [f"kept({_place(p)})" if isinstance(operands[p.operand], Known) else _place(p) for p in inputs]
+    given = [f"settled({_place(p)})" if isinstance(operands[p.operand], Known) else _place(p) for p in inputs]
     lines.append(f"run.inputs = ({''.join(f'{each}, ' for each in given)})")
     values = sorted(set(returned(template)))
     for k in values:
@@ -186,6 +186,15 @@ def repeat(
     own = ", ".join(f"v{k}" if k in values else "None" for k in range(len(metas)))
     lines += [f"run.values = ({own},)", f"return {source.result(template)}"]
     return source.function("repeated", ["recorder", *_operands(len(operands))], lines)
+
+
+def _unchanged(source: _Source, watch: Watch) -> Iterator[str]:
+    """Conditions for what a record depends on besides its operands."""
+    native, whole = columns.native("unchanged"), source.name(watch)
+    if native is None or watch.entries or watch.functions:
+        yield f"{whole}.holds()"
+    else:
+        yield f"{source.name(native)}({watch.address}, {len(watch.dicts)})"
 
 
 # ---- native functions -----------------------------------------------------------------------------------------------
@@ -201,7 +210,7 @@ def _native_guards(operands: Sequence[Operand], watch: Watch | None) -> tuple[An
     """Conditions for operands: kind, operand, element, count, object. None if one has no native form."""
     found: list[tuple[int, int, int, int, Any]] = []
     if watch is not None:
-        found.append((UNCHANGED, 0, watch.pairs.ctypes.data, len(watch.pairs), watch))
+        found.append((UNCHANGED, 0, watch.address, len(watch.dicts), watch))
         found += [(ENTRY, 0, 0, 0, each) for each in watch.entries]
         found += [(CODE, 0, 0, 0, each) for each in watch.functions]
     for k, operand in enumerate(operands):

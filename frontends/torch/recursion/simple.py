@@ -67,7 +67,7 @@ def _of_library(function: Any) -> bool:
 
 
 class _Method:
-    """A bound method; `callers` are the functions that call it, one within the other. `reads` receives what they read."""
+    """A bound method; `callers` are the functions that call it, one within the other; `reads` receives what is read."""
 
     def __init__(
         self, method: types.MethodType, modules: Collection[int], callers: tuple[Any, ...], reads: Reads

@@ -12,7 +12,11 @@ from daceml_train.frontends.torch.recursion import cells
 from daceml_train.frontends.torch.recursion.lazy import Meta
 from daceml_train.frontends.torch.recursion.outside import Results
 from daceml_train.frontends.torch.recursion.runs import Given, Shared, Step
+from daceml_train.frontends.torch.recursion.state import State
 from daceml_train.frontends.torch.recursion.watches import Contents, Watch
+
+STATES = 32
+"""For how many states of modules records are kept."""
 
 
 class Structures:
@@ -33,12 +37,22 @@ class Structures:
         self.watches: dict[Any, list[Watch]] = {}
         """Per state of the model's modules, what blocks record, what they recorded last, and what that depends on."""
         self.contents = Contents()
+        self.noisy: set[int] = set()
+        """The identities of dicts that change at nodes though nothing that blocks read in them does."""
         self.inner = False
         """Whether an operator within the recursion was ever recorded."""
         self.nested = False
         """Whether one was recorded in a call of a function below another call of the same."""
         self.programs: Any = None
         """What compiles forests; None if PyTorch runs them."""
+
+    def of(self, state: State) -> tuple[dict[Any, Any], dict[Any, Callable[..., Any]], list[Watch]]:
+        """What is known for a state of the model's modules."""
+        if state not in self.memo and len(self.memo) >= STATES:
+            for table in (self.memo, self.last, self.watches):
+                table.pop(next(iter(table)))
+        memo, last = self.memo.setdefault(state, {}), self.last.setdefault(state, {})
+        return memo, last, self.watches.setdefault(state, [])
 
     def shared_by(self, tensors: Iterable[torch.Tensor]) -> dict[int, Shared]:
         """What stands for parameters and buffers in a call, by identity."""

@@ -1,8 +1,8 @@
 """Watches: what a record depends on besides its operands, which user code may change between two nodes.
 
-A record of a block stands for code that read modules, methods, and functions of PyTorch. Dicts that hardly ever change
-are compared by the number of their last change, which CPython counts; those that user code may change at each node, as
-the attributes of its modules, by the entries that were read.
+A record of a block stands for code that read modules, methods, and functions of PyTorch. The dicts that have them are
+compared by the number of their last change, which CPython counts; those that user code changes at each node, as where
+it counts calls in an attribute of the model, by the entries that were read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import gc
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,12 @@ def library() -> tuple[dict[str, Any], ...]:
 
 
 class Reads:
-    """What code has read; see `Watch`."""
+    """What code has read; see `Watch`. `noisy` has the identities of dicts that change though what is read does not."""
 
-    def __init__(self) -> None:
+    def __init__(self, noisy: Collection[int] = ()) -> None:
+        self.noisy = noisy
+        self.loose: dict[int, dict[str, Any]] = {}
+        """Dicts of which only some entries were read."""
         self.dicts: dict[int, dict[str, Any]] = {id(d): d for d in library()}
         self.entries: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self.functions: dict[int, tuple[Any, ...]] = {}
@@ -61,7 +64,10 @@ class Reads:
     def entry(self, found: dict[str, Any], name: str) -> Any:
         """One entry of a dict, or that there is none."""
         value = found.get(name, ABSENT)
-        self.entries[id(found), name] = found, name, value
+        if id(found) in self.noisy:
+            self.entries[id(found), name] = found, name, value
+        else:
+            self.dicts[id(found)] = self.loose[id(found)] = found
         return value
 
     def function(self, found: types.FunctionType) -> None:
@@ -100,39 +106,44 @@ class Reads:
 class Watch:
     """Whether what code has read is unchanged since a record was made, or since the record was found to hold."""
 
-    __slots__ = ("dicts", "entries", "functions", "pairs")
+    __slots__ = ("address", "dicts", "entries", "functions", "loose", "pairs")
 
     def __init__(self, reads: Reads) -> None:
-        self.dicts = tuple(reads.dicts.values())
+        self.dicts, self.loose = tuple(reads.dicts.values()), frozenset(reads.loose)
         self.entries, self.functions = tuple(reads.entries.values()), tuple(reads.functions.values())
         self.pairs = np.zeros((len(self.dicts), 2), dtype=np.int64)
         """Per dict, where the number of its last change is, and that number."""
+        self.address: int = self.pairs.ctypes.data
         self.pairs[:, 0] = [id(d) + _CHANGE for d in self.dicts]
         self.arm()
 
     def arm(self) -> None:
         """Note that the dicts are as they have to be."""
         if (function := columns.native("arm")) is not None:
-            function(self.pairs.ctypes.data, len(self.pairs))
+            function(self.address, len(self.dicts))
         else:
             self.pairs[:, 1] = [_number(at) for at in self.pairs[:, 0].tolist()]
 
-    @property
     def unchanged(self) -> bool:
         """Whether no dict has changed."""
         if (function := columns.native("unchanged")) is not None:
-            found: bool = function(self.pairs.ctypes.data, len(self.pairs))
+            found: bool = function(self.address, len(self.dicts))
             return found
         return all(_number(at) == number for at, number in self.pairs.tolist())
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
-        if not self.unchanged or any(d.get(name, ABSENT) is not value for d, name, value in self.entries):
+        if not self.unchanged() or any(d.get(name, ABSENT) is not value for d, name, value in self.entries):
             return False
-        return all(
+        return not self.functions or all(
             f.__code__ is code and f.__defaults__ is defaults and f.__kwdefaults__ is by_name
             for f, code, defaults, by_name in self.functions
         )
+
+    def noise(self) -> set[int]:
+        """The identities of dicts that have changed, of which only some entries were read."""
+        found = [d for d, (at, number) in zip(self.dicts, self.pairs.tolist(), strict=True) if _number(at) != number]
+        return self.loose.intersection(map(id, found))
 
 
 def _number(at: int) -> int:
@@ -149,11 +160,12 @@ class Contents:
     def of(self, kinds: tuple[type, ...]) -> int:
         """The number for these classes."""
         watch, number = self.watches.get(kinds, (None, 0))
-        if watch is not None and watch.unchanged:
+        if watch is not None and watch.unchanged():
             return number
         reads = Reads()
-        for kind in dict.fromkeys(base for kind in kinds for base in kind.__mro__[:-1]):
-            reads.whole(of_class(kind))
+        for kind in kinds:
+            for owner in kind.__mro__[:-1]:
+                reads.whole(of_class(owner))
         watch = Watch(reads)
         now = [dict(d) for d in watch.dicts]
         number = next((k for k, then in enumerate(self.seen) if _same(then, now)), len(self.seen))
