@@ -18,7 +18,7 @@ from daceml_train.frontends.torch.recursion.detect import MARKED, cycles, over_d
 from daceml_train.frontends.torch.recursion.finished import computed
 from daceml_train.frontends.torch.recursion.lazy import RECORDER, Lazy, record_by, recording
 from daceml_train.frontends.torch.recursion.native_calls import values_given
-from daceml_train.frontends.torch.recursion.outline import outlined, with_codes
+from daceml_train.frontends.torch.recursion.outline import asks_for_types, outlined, with_codes
 from daceml_train.frontends.torch.recursion.paths import located
 from daceml_train.frontends.torch.recursion.recorder import Recorder
 from daceml_train.frontends.torch.recursion.repeats import MISS
@@ -75,6 +75,9 @@ class Recursion:
         def entry() -> Any:
             return source(module, *arguments, **keywords)
 
+        if self.refused and not self.tried:
+            self.tried += 1
+            note(f"a recursion that PyTorch runs: {self.refused}")
         if not self.refused and torch.is_autocast_enabled("cpu"):
             note("a recursion under autocast, which PyTorch runs")
             return entry()
@@ -175,5 +178,10 @@ def recursion_of(
         return None
     by_name = cycles(source, owners)
     marked = {code: MARKED[code] for code in reachable(source, owners) if code in MARKED} if MARKED else {}
-    functions = marked | (by_name if data else {})
-    return Recursion(functions, programs, bool(marked), list(module.modules())) if functions else None
+    if not (functions := marked | (by_name if data else {})):
+        return None
+    found = Recursion(functions, programs, bool(marked), list(module.modules()))
+    for function in dict.fromkeys(reachable(source, owners).values()):
+        if function not in found.outlined and asks_for_types(function):
+            found.refused = f"type(...) of a value, in {function.__qualname__}, which differs from isinstance"
+    return found

@@ -21,7 +21,7 @@ from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import capture
 from daceml_train.frontends.torch.capture.trace import first_line
 from daceml_train.frontends.torch.recursion.counts import COUNTS, for_any_count
-from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, meta, meta_of
+from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, meta, meta_of, set_value
 from daceml_train.frontends.torch.recursion.runs import Given, Reference, Run, Shared, Step, decoded
 from daceml_train.graph.graph import Graph
 from daceml_train.tensor import Dim
@@ -156,6 +156,8 @@ def step(structures: Any, at: Step, run: Run, key: tuple[Any, ...], keywords: bo
 
 def _of_all_indices(function: Any, args: list[Any], kwargs: Any) -> str:
     """Why the gradient of a table is another one if it is that of many calls; empty if it is their sum."""
+    if function is torch.Tensor.as_subclass:
+        return "it makes a tensor of a class"
     position = {F.embedding: 6, F.embedding_bag: 7}.get(function)
     if position is None:
         return ""
@@ -204,7 +206,7 @@ def replay(run: Run) -> None:
     results = evaluate(operators, [known(a) for a in run.inputs], lambda shared: shared.tensor)
     for value, tensor in zip(run.values, results, strict=True):
         if value is not None:
-            value.value = tensor
+            set_value(value, tensor)
 
 
 class Cell:

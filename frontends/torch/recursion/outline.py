@@ -18,6 +18,7 @@ from typing import Any
 import torch.nn
 
 from daceml_train.frontends.torch.recursion.blocks import Block
+from daceml_train.frontends.torch.recursion.lazy import Lazy
 from daceml_train.frontends.torch.recursion.lifting import Lifter
 from daceml_train.frontends.torch.recursion.pure import Checker, calls, named, parsed
 from daceml_train.frontends.torch.recursion.simple import called_computes
@@ -184,6 +185,50 @@ class Outliner:
         return [ast.fix_missing_locations(ast.copy_location(site, block[0]))]
 
 
+class _Types(ast.NodeTransformer):
+    """Replaces `type(...)`, which is that of a tensor where a value of the recursion is given."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self.own = "type" in (*function.__code__.co_varnames, *function.__globals__)
+        self.found = False
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        """A call with another function in place of `type`."""
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id == "type" and len(node.args) == 1 and not self.own:
+            self.found = True
+            node.func = ast.copy_location(ast.Constant(CLASS), node.func)
+        return node
+
+
+def asks_for_types(function: types.FunctionType) -> bool:
+    """Whether a function compares what `type` says with a class of tensors."""
+    names = {*function.__code__.co_names, *function.__code__.co_freevars}
+    if "type" not in names or names.isdisjoint(CLASSES):
+        return False
+    tree = parsed(function)
+    if tree is None:
+        return True
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare | ast.Call | ast.Subscript):
+            inside = list(ast.walk(node))
+            calls_ = any(
+                isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "type" for n in inside
+            )
+            if calls_ and any((getattr(n, "attr", None) or getattr(n, "id", None)) in CLASSES for n in inside):
+                return True
+    return False
+
+
+CLASSES = frozenset(("Tensor", "Parameter"))
+CLASS = "<the class of a value of a recursion>"
+
+
+def class_of(value: Any) -> type:
+    """What `type` is in PyTorch."""
+    return torch.Tensor if type(value) is Lazy else type(value)
+
+
 def _statements(node: ast.stmt, name: str) -> list[ast.stmt] | None:
     """The statements in a statement of the same function."""
     inner = getattr(node, name, None)
@@ -214,10 +259,13 @@ def outline(
         return None
     outliner = Outliner(function, tree, marked, called_computes(function, modules))
     tree.body = outliner.whole()
-    if not outliner.blocks:
+    types_ = _Types(function)
+    tree = types_.visit(tree)
+    if not outliner.blocks and not types_.found:
         return None
     code = _compiled(tree, function)
-    places = {_placeholder(k): block.entry for k, block in enumerate(outliner.blocks)}
+    places: dict[str, Any] = {_placeholder(k): block.entry for k, block in enumerate(outliner.blocks)}
+    places[CLASS] = class_of
     consts = tuple(places.get(c, c) if isinstance(c, str) else c for c in code.co_consts)
     return code.replace(co_consts=consts, co_qualname=function.__code__.co_qualname), outliner.blocks
 

@@ -31,6 +31,7 @@ from daceml_train.frontends.torch.recursion.lazy import (
     lazy_of,
     meta_of,
     outside,
+    set_value,
     take_added,
 )
 from daceml_train.frontends.torch.recursion.native_calls import APPLY
@@ -201,7 +202,9 @@ class Recorder(TorchFunctionMode):
             del run.inputs[inputs:]
             run.slots = {name: s for name, s in run.slots.items() if s.number < inputs}
             run.height, run.stage = before
-            return step.constant
+            # strides and the like are those of types only where the tensor is not there yet
+            waiting = next(lazy_values((args, kwargs)), None)
+            return step.constant if waiting is not None else function(*args, **kwargs)
         run.at = step
         values = run.values
         first = len(values)
@@ -396,7 +399,7 @@ class Recorder(TorchFunctionMode):
         else:
             result = function(*gathered(function, args), **known(solo.kwargs))
         for value in solo.values:
-            value.value = result
+            set_value(value, result)
         solo.done()
 
     def abandon(self, why: str, lasting: bool = True) -> None:
@@ -415,7 +418,7 @@ class Recorder(TorchFunctionMode):
             _with_tensors(pending)
             for each in sorted([*pending, *solos], key=lambda r: (r.stage, r.height)):
                 if type(each) is Solo:
-                    each.values[0].value = each.function(*known(each.args), **known(each.kwargs))
+                    set_value(each.values[0], each.function(*known(each.args), **known(each.kwargs)))
                     each.done()
                 elif type(each) is Run:
                     each.sealed = True

@@ -14,7 +14,7 @@ import torch
 
 from daceml_train.frontends.torch.recursion import columns
 from daceml_train.frontends.torch.recursion.effects import settled
-from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, meta_of, recording
+from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, lazy_of, meta_of, recording
 from daceml_train.frontends.torch.recursion.runs import Run, Shared
 from daceml_train.frontends.torch.recursion.watches import ABSENT, Watch
 
@@ -158,7 +158,7 @@ def repeat(
         )
         return function
     source = _Source({"Lazy": Lazy, "Run": Run, "MISS": MISS, "MethodType": types.MethodType})
-    source.names |= {"grad_enabled": torch.is_grad_enabled, "meta_of": meta_of, "settled": settled}
+    source.names |= {"grad_enabled": torch.is_grad_enabled, "meta_of": meta_of, "settled": settled, "lazy_of": lazy_of}
     conditions = [f"grad_enabled() is {grad}"]
     conditions += [c for k, operand in enumerate(operands) for c in source.guards(k, operand)]
     conditions += _unchanged(source, watch) if watch is not None else []
@@ -181,8 +181,7 @@ def repeat(
     lines.append(f"run.inputs = ({''.join(f'{each}, ' for each in given)})")
     values = sorted(set(returned(template)))
     for k in values:
-        lines += [f"v{k} = Lazy()", f"v{k}.source = run", f"v{k}.index = {k}"]
-        lines += [f"v{k}.meta = {source.name(metas[k])}", f"v{k}.value = None"]
+        lines.append(f"v{k} = lazy_of(run, {k}, {source.name(metas[k])})")
     own = ", ".join(f"v{k}" if k in values else "None" for k in range(len(metas)))
     lines += [f"run.values = ({own},)", f"return {source.result(template)}"]
     return source.function("repeated", ["recorder", *_operands(len(operands))], lines)
