@@ -18,7 +18,7 @@ from daceml_train.frontends.torch.recursion.detect import MARKED, cycles, over_d
 from daceml_train.frontends.torch.recursion.finished import computed
 from daceml_train.frontends.torch.recursion.lazy import RECORDER, Lazy, record_by, recording
 from daceml_train.frontends.torch.recursion.native_calls import values_given
-from daceml_train.frontends.torch.recursion.outline import asks_for_types, outlined, with_codes
+from daceml_train.frontends.torch.recursion.outline import asks_for_types, outlined, with_codes, without_codes
 from daceml_train.frontends.torch.recursion.paths import located
 from daceml_train.frontends.torch.recursion.recorder import Recorder
 from daceml_train.frontends.torch.recursion.repeats import MISS
@@ -172,6 +172,13 @@ def recursion_of(
     That is the functions that `recursive` names, and those that call themselves by name, if `arguments` have data that
     they can call themselves over.
     """
+    with without_codes():
+        return _found(module, source, programs, arguments)
+
+
+def _found(
+    module: torch.nn.Module, source: Callable[..., Any], programs: Forests | None, arguments: Sequence[Any]
+) -> Recursion | None:
     owners = list({type(m) for m in module.modules()})
     data = over_data(arguments)
     if not MARKED and not data:

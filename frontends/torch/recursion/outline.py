@@ -212,10 +212,9 @@ def asks_for_types(function: types.FunctionType) -> bool:
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare | ast.Call | ast.Subscript):
             inside = list(ast.walk(node))
-            calls_ = any(
-                isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "type" for n in inside
-            )
-            if calls_ and any((getattr(n, "attr", None) or getattr(n, "id", None)) in CLASSES for n in inside):
+            called = [n.func for n in inside if isinstance(n, ast.Call)]
+            asks = any(isinstance(f, ast.Name) and f.id == "type" for f in called)
+            if asks and any((getattr(n, "attr", None) or getattr(n, "id", None)) in CLASSES for n in inside):
                 return True
     return False
 
@@ -328,6 +327,20 @@ def with_codes(found: dict[types.FunctionType, types.CodeType]) -> Iterator[dict
                 _USERS[function] -= 1
                 if not _USERS[function]:
                     function.__code__ = _PLAIN.pop(function)
+
+
+@contextlib.contextmanager
+def without_codes() -> Iterator[None]:
+    """Have functions as they were written, whoever runs them with blocks in another thread."""
+    with _LOCK:
+        before = {function: function.__code__ for function in _PLAIN}
+        for function in before:
+            function.__code__ = _PLAIN[function]
+        try:
+            yield
+        finally:
+            for function, code in before.items():
+                function.__code__ = code
 
 
 _PLAIN: dict[types.FunctionType, types.CodeType] = {}
