@@ -19,7 +19,7 @@ from daceml_train.frontends.torch.recursion.finished import computed
 from daceml_train.frontends.torch.recursion.lazy import RECORDER, Lazy, record_by, recording
 from daceml_train.frontends.torch.recursion.native_calls import values_given
 from daceml_train.frontends.torch.recursion.outline import asks_for_types, outlined, with_codes, without_codes
-from daceml_train.frontends.torch.recursion.paths import located
+from daceml_train.frontends.torch.recursion.paths import holding, located
 from daceml_train.frontends.torch.recursion.recorder import Recorder
 from daceml_train.frontends.torch.recursion.repeats import MISS
 from daceml_train.frontends.torch.recursion.runs import Run
@@ -108,7 +108,7 @@ class Recursion:
             if recorder.exposed.written():
                 self.refused = "NumPy writes to a parameter or a buffer within a recursion; PyTorch runs all calls"
                 note(self.refused)
-            self._locate(error, source, arguments, keywords)
+            self._locate(error, source, arguments, keywords, recorder.failed)
             raise
         finally:
             record_by(None)
@@ -123,14 +123,23 @@ class Recursion:
             note("a recursion looks at values while it runs: it is batched between the looks")
         return result
 
-    def _locate(self, error: Exception, source: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        """Add the path of the node to an error."""
+    def _locate(
+        self,
+        error: Exception,
+        source: Any,
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any],
+        failed: Sequence[Any],
+    ) -> None:
+        """Add the path of the node to an error; `failed` is what a call was given that failed after the recursion."""
         others = [code for code in self.structures.codes.values() if code not in self.structures.blocks]
         where = located(error, [*self.codes, *others], source, arguments, keywords)
         if isinstance(error, RecursionError):
             error.__traceback__ = _first(error.__traceback__, FRAMES)
             if where and "cycle" not in where:
                 where += "; a function that calls itself by name may be deeper than one that does by way of a module"
+        if failed and (found := holding(failed, source, arguments, keywords)):
+            where = found
         if where:
             error.add_note(where)
 

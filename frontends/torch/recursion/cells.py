@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -207,6 +207,24 @@ def replay(run: Run) -> None:
     for value, tensor in zip(run.values, results, strict=True):
         if value is not None:
             set_value(value, tensor)
+
+
+def failing(runs: list[Run]) -> list[Any]:
+    """The inputs of the first run that raises an error by itself; none if no run does."""
+    for run in sorted(runs, key=lambda each: each.height):
+        given = list(run.inputs)
+        with_tensors([run])
+        try:
+            replay(run)
+        except Exception:  # the one that is looked for
+            return given
+    return []
+
+
+def with_tensors(runs: Iterable[Run]) -> None:
+    """Replace lists of numbers among inputs by the tensors that they stand for."""
+    for run in runs:
+        run.inputs = [torch.tensor(a) if type(a) is list else a for a in run.inputs]
 
 
 class Cell:

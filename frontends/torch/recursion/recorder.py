@@ -83,6 +83,8 @@ class Recorder(TorchFunctionMode):
         self.solos: list[Solo] = []
         self.traced: dict[types.FrameType, Run] = {}
         """The runs of calls, under a debugger."""
+        self.failed: list[Any] = []
+        """What the call was given whose levels have raised an error."""
         self.looks = 0
         self.events = 0
         """How often something happened that is not recorded."""
@@ -378,13 +380,20 @@ class Recorder(TorchFunctionMode):
                     if solo.stage == stage:
                         self._run_solo(solo)
                 if runs := by_stage.get(stage):
-                    compiled = self.structures.programs
-                    batch = None if compiled is None else compiled.run(self.structures, runs)
-                    if batch is None:
-                        _with_tensors(runs)
-                        for why in dict.fromkeys(g.cell.alone for g in Forest(self.structures, runs).groups):
-                            if why:
-                                self.note(f"calls of a recursion that PyTorch runs one by one: {why}")
+                    try:
+                        self._run(runs)
+                    except Exception:  # PyTorch's, of values
+                        self.failed = cells.failing(runs)
+                        raise
+
+    def _run(self, runs: list[Run]) -> None:
+        compiled = self.structures.programs
+        batch = None if compiled is None else compiled.run(self.structures, runs)
+        if batch is None:
+            cells.with_tensors(runs)
+            for why in dict.fromkeys(g.cell.alone for g in Forest(self.structures, runs).groups):
+                if why:
+                    self.note(f"calls of a recursion that PyTorch runs one by one: {why}")
 
     def _has_gradients(self) -> bool:
         """Whether something that is recorded has: user code may call for gradients where the caller does not."""
@@ -415,7 +424,7 @@ class Recorder(TorchFunctionMode):
             pending: list[Any] = self.pending
             solos: list[Any] = self.solos
             self.pending, self.solos = [], []
-            _with_tensors(pending)
+            cells.with_tensors(pending)
             for each in sorted([*pending, *solos], key=lambda r: (r.stage, r.height)):
                 if type(each) is Solo:
                     set_value(each.values[0], each.function(*known(each.args), **known(each.kwargs)))
@@ -423,9 +432,3 @@ class Recorder(TorchFunctionMode):
                 elif type(each) is Run:
                     each.sealed = True
                     cells.replay(each)
-
-
-def _with_tensors(runs: Iterable[Run]) -> None:
-    """Replace lists of numbers among inputs by the tensors that they stand for."""
-    for run in runs:
-        run.inputs = [torch.tensor(a) if type(a) is list else a for a in run.inputs]
