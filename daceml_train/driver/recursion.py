@@ -129,7 +129,7 @@ class Recursion:
         source: Any,
         arguments: Sequence[Any],
         keywords: Mapping[str, Any],
-        failed: Sequence[Any],
+        failed: list[Any],
     ) -> None:
         """Add the path of the node to an error; `failed` is what a call was given that failed after the recursion."""
         others = [code for code in self.structures.codes.values() if code not in self.structures.blocks]
@@ -138,7 +138,7 @@ class Recursion:
             error.__traceback__ = _first(error.__traceback__, FRAMES)
             if where and "cycle" not in where:
                 where += "; a function that calls itself by name may be deeper than one that does by way of a module"
-        if failed and (found := holding(failed, source, arguments, keywords)):
+        if failed and (found := holding(failed, str(error), source, arguments, keywords)):
             where = found
         if where:
             error.add_note(where)
