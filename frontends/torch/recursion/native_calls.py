@@ -39,6 +39,7 @@ def _enables(mode: Any) -> bool:
 
 _MODES: tuple[tuple[Any, str, str, Callable[[Any], bool]], ...] = (
     (torch.autocast, "__enter__", "autocast", _enables),
+    (torch.inference_mode, "__enter__", "inference mode", lambda mode: bool(mode.mode)),
     (saved_tensors_hooks, "__enter__", "hooks of saved tensors", lambda mode: type(mode) is saved_tensors_hooks),
     (torch._C, "_set_default_dtype", "another default type", lambda dtype: dtype is not torch.get_default_dtype()),
 )
