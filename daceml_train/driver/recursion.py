@@ -105,7 +105,7 @@ class Recursion:
             record_by(None)
             result = computed(recorder, result)
         except Exception as error:
-            if recorder.exposed.written():
+            if not recorder.eager and recorder.exposed.written():
                 self.refused = "NumPy writes to a parameter or a buffer within a recursion; PyTorch runs all calls"
                 note(self.refused)
             self._locate(error, source, arguments, keywords, recorder.failed)

@@ -345,7 +345,7 @@ class Cell:
                 return result
 
             self.traced = for_any_count({count: traced(count) for count in COUNTS})
-            return self.traced
+            return self.traced  # type: ignore[no-any-return]
 
     def graph(self, rows: Dim) -> Graph:
         """The rows as a graph of operators, whose inputs are `given`, then `shared`.

@@ -21,7 +21,7 @@ def computed(recorder: Recorder, found: Any) -> Any:
         if type(value.source) is Run:
             value.source.use(value.index)
     recorder.flush()
-    if recorder.exposed.written():
+    if not recorder.eager and recorder.exposed.written():
         raise Unsupported(
             "NumPy's writes to a parameter or a buffer within a recursion, whose calls are computed later",
             advice="call the model again: PyTorch runs it from now on",

@@ -12,7 +12,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.nn
@@ -305,7 +305,7 @@ _USERS: dict[types.FunctionType, int] = {}
 
 
 @contextlib.contextmanager
-def with_codes(found: dict[types.FunctionType, types.CodeType]) -> Iterator[dict[types.CodeType, Sequence[Any]]]:
+def with_codes(found: dict[types.FunctionType, types.CodeType]) -> Iterator[Mapping[types.CodeType, Sequence[types.CodeType]]]:
     """Run functions with blocks; gives the code that they run, with that of its blocks.
 
     It is another model's where that one runs the same functions now, in another thread.

@@ -143,7 +143,7 @@ class Watch:
     def noise(self) -> set[int]:
         """The identities of dicts that have changed, of which only some entries were read."""
         found = [d for d, (at, number) in zip(self.dicts, self.pairs.tolist(), strict=True) if _number(at) != number]
-        return self.loose.intersection(map(id, found))
+        return set(map(id, found)) & self.loose
 
 
 def _number(at: int) -> int:
