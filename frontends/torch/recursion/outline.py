@@ -305,7 +305,9 @@ _USERS: dict[types.FunctionType, int] = {}
 
 
 @contextlib.contextmanager
-def with_codes(found: dict[types.FunctionType, types.CodeType]) -> Iterator[Mapping[types.CodeType, Sequence[types.CodeType]]]:
+def with_codes(
+    found: dict[types.FunctionType, types.CodeType],
+) -> Iterator[Mapping[types.CodeType, Sequence[types.CodeType]]]:
     """Run functions with blocks; gives the code that they run, with that of its blocks.
 
     It is another model's where that one runs the same functions now, in another thread.
