@@ -19,6 +19,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._dynamo.config.compiled_autograd",
         "torch._dynamo.config.patch",
         "torch._dynamo.config.skip_nnmodule_hook_guards",
+        "torch._dynamo.convert_frame",
         "torch._dynamo.decorators",
         "torch._dynamo.disable",
         "torch._dynamo.eval_frame._debug_get_cache_entry_list",

@@ -16,7 +16,7 @@ from daceml_train.driver.settings import Settings
 from daceml_train.errors import why
 from daceml_train.frontends.torch.capture.trace import first_line
 from daceml_train.frontends.torch.recursion.batch import Batch, Members
-from daceml_train.frontends.torch.recursion.cells import Cell
+from daceml_train.frontends.torch.recursion.cells import TRACING, Cell
 from daceml_train.frontends.torch.recursion.derivatives import first_only
 from daceml_train.frontends.torch.recursion.kinds import DATA, Layout
 from daceml_train.frontends.torch.recursion.runs import Run
@@ -146,11 +146,15 @@ class Forests:
         return batch
 
     def _program(self, members: dict[Cell, list[Run]]) -> ForestProgram | None:
-        for program in self.programs:
-            if program.layout.serves(members):
-                return program
-        if self.closed:
-            return None
+        if (found := self._known(members)) is not None or self.closed:
+            return found
+        with TRACING:  # of which PyTorch knows one at a time, whichever model it is for
+            return self._known(members) or self._new(members)
+
+    def _known(self, members: dict[Cell, list[Run]]) -> ForestProgram | None:
+        return next((program for program in self.programs if program.layout.serves(members)), None)
+
+    def _new(self, members: dict[Cell, list[Run]]) -> ForestProgram | None:
         cells = list(members)
         replaced = [p for p in self.programs if not set(cells).isdisjoint(p.layout.cells)]
         cells = list(dict.fromkeys([*(c for p in replaced for c in p.layout.cells), *cells]))

@@ -15,14 +15,16 @@ from daceml_train.driver.faster import LEVELS, FasterModule
 from daceml_train.driver.forests import Forests
 from daceml_train.frontends.torch.recursion import columns
 from daceml_train.frontends.torch.recursion.detect import MARKED, cycles, over_data, reachable
+from daceml_train.frontends.torch.recursion.finished import computed
 from daceml_train.frontends.torch.recursion.lazy import RECORDER, Lazy, record_by, recording
 from daceml_train.frontends.torch.recursion.native_calls import values_given
-from daceml_train.frontends.torch.recursion.outline import outlined, with_codes
-from daceml_train.frontends.torch.recursion.paths import located
-from daceml_train.frontends.torch.recursion.recorder import Recorder, Structures, computed
+from daceml_train.frontends.torch.recursion.outline import asks_for_types, outlined, with_codes, without_codes
+from daceml_train.frontends.torch.recursion.paths import holding, located
+from daceml_train.frontends.torch.recursion.recorder import Recorder
 from daceml_train.frontends.torch.recursion.repeats import MISS
 from daceml_train.frontends.torch.recursion.runs import Run
-from daceml_train.frontends.torch.recursion.state import hooked_at_results, state_of
+from daceml_train.frontends.torch.recursion.state import hooked_at_results
+from daceml_train.frontends.torch.recursion.structures import Structures
 from daceml_train.runtime.deep_calls import call_deeply
 from daceml_train.runtime.records import functions as native_functions
 
@@ -46,6 +48,8 @@ class Recursion:
         self.outlined = outlined(whole, self.structures.codes, self.structures.blocks, modules)
         self.refused = ""
         """Why PyTorch runs all calls."""
+        self.left = 0
+        """In how many calls PyTorch had to run the rest."""
         self.faster = FasterModule(LEVELS)
         self.tried = 0
         self.serves = True
@@ -71,6 +75,9 @@ class Recursion:
         def entry() -> Any:
             return source(module, *arguments, **keywords)
 
+        if self.refused and not self.tried:
+            self.tried += 1
+            note(f"a recursion that PyTorch runs: {self.refused}")
         if not self.refused and torch.is_autocast_enabled("cpu"):
             note("a recursion under autocast, which PyTorch runs")
             return entry()
@@ -87,23 +94,28 @@ class Recursion:
             )
             return entry()
         tensors = [*module.parameters(), *module.buffers()]
-        recorder = Recorder(self.structures, tensors, entry.__code__, note, state_of(modules))
+        recorder = Recorder(self.structures, tensors, entry.__code__, note, module)
         collecting = gc.isenabled()
         record_by(recorder)
         try:
             gc.disable()  # what is recorded is freed without it, and would make it examine all objects of the process
-            with with_codes(self.outlined), values_given(), recorder:
+            with with_codes(self.outlined) as codes, values_given(), recorder:
+                recorder.follow(codes)
                 result = call_deeply(entry)
             record_by(None)
             result = computed(recorder, result)
         except Exception as error:
-            self._locate(error, source, arguments, keywords)
+            if not recorder.eager and recorder.exposed.written():
+                self.refused = "NumPy writes to a parameter or a buffer within a recursion; PyTorch runs all calls"
+                note(self.refused)
+            self._locate(error, source, arguments, keywords, recorder.failed)
             raise
         finally:
             record_by(None)
             if collecting:
                 gc.enable()
-        self.refused = recorder.eager
+        self.left += bool(recorder.eager)
+        self.refused = recorder.eager if recorder.lasting or self.left >= LEFT else ""
         self.tried += 1
         found = self.structures.nested or (self.structures.inner and self.tried < TRIED)
         self.serves = self.marked or found or bool(recorder.eager)
@@ -111,13 +123,23 @@ class Recursion:
             note("a recursion looks at values while it runs: it is batched between the looks")
         return result
 
-    def _locate(self, error: Exception, source: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        """Add the path of the node to an error."""
-        where = located(error, self.codes, source, arguments, keywords)
+    def _locate(
+        self,
+        error: Exception,
+        source: Any,
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any],
+        failed: list[Any],
+    ) -> None:
+        """Add the path of the node to an error; `failed` is what a call was given that failed after the recursion."""
+        others = [code for code in self.structures.codes.values() if code not in self.structures.blocks]
+        where = located(error, [*self.codes, *others], source, arguments, keywords)
         if isinstance(error, RecursionError):
             error.__traceback__ = _first(error.__traceback__, FRAMES)
             if where and "cycle" not in where:
                 where += "; a function that calls itself by name may be deeper than one that does by way of a module"
+        if failed and (found := holding(failed, str(error), source, arguments, keywords)):
+            where = found
         if where:
             error.add_note(where)
 
@@ -130,6 +152,8 @@ def _use_native() -> None:
 
 TRIED = 4
 """In how many calls a function that was found has to call itself."""
+LEFT = 3
+"""After how many calls that PyTorch had to run the rest of it runs all, whatever the reasons."""
 FRAMES = 20
 """How many frames of a recursion without end an error shows."""
 
@@ -157,11 +181,23 @@ def recursion_of(
     That is the functions that `recursive` names, and those that call themselves by name, if `arguments` have data that
     they can call themselves over.
     """
+    with without_codes():
+        return _found(module, source, programs, arguments)
+
+
+def _found(
+    module: torch.nn.Module, source: Callable[..., Any], programs: Forests | None, arguments: Sequence[Any]
+) -> Recursion | None:
     owners = list({type(m) for m in module.modules()})
     data = over_data(arguments)
     if not MARKED and not data:
         return None
     by_name = cycles(source, owners)
     marked = {code: MARKED[code] for code in reachable(source, owners) if code in MARKED} if MARKED else {}
-    functions = marked | (by_name if data else {})
-    return Recursion(functions, programs, bool(marked), list(module.modules())) if functions else None
+    if not (functions := marked | (by_name if data else {})):
+        return None
+    found = Recursion(functions, programs, bool(marked), list(module.modules()))
+    for function in dict.fromkeys(reachable(source, owners).values()):
+        if function not in found.outlined and asks_for_types(function):
+            found.refused = f"type(...) of a value, in {function.__qualname__}, which differs from isinstance"
+    return found

@@ -65,6 +65,11 @@ inline std::vector<Method>& record_methods() {
   static std::vector<Method> all{
       {"record", new_record, FAST, "A function that repeats a record."},
       {"entry", new_entry, FAST, "A function that repeats a block's last record."},
+      column<[](const Columns&, Arguments a) { return truth(unchanged(address(a[0]), PyLong_AsLongLong(a[1]))); }>("unchanged"),
+      column<[](const Columns&, Arguments a) {
+        arm(address(a[0]), PyLong_AsLongLong(a[1]));
+        return new_reference(none());
+      }>("arm"),
       column<[](const Columns& c, Arguments a) { return c.seal(a[0]); }>("seal"),
       column<[](const Columns& c, Arguments a) { return c.by_structure(a[0]); }>("by_structure"),
       column<[](const Columns& c, Arguments a) { return c.inputs(a[0]); }>("inputs"),

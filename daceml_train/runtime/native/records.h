@@ -64,6 +64,19 @@ _object* function_of(Method* method, std::unique_ptr<T> data, const std::vector<
 inline _object* item(_object* tuple, std::ptrdiff_t i) { return PyTuple_GetItem(tuple, i); }
 inline int64_t number(_object* tuple, std::ptrdiff_t i) { return PyLong_AsLongLong(item(tuple, i)); }
 
+// Whether numbers are what they were: pairs of an address and a number.
+inline bool unchanged(const int64_t* pairs, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (*reinterpret_cast<const int64_t*>(pairs[2 * i]) != pairs[2 * i + 1]) return false;
+  }
+  return true;
+}
+
+// Notes what they are now.
+inline void arm(int64_t* pairs, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) pairs[2 * i + 1] = *reinterpret_cast<const int64_t*>(pairs[2 * i]);
+}
+
 // Where an operand is; `element` is its position in a list, or -1.
 struct OperandPlace {
   int64_t operand, element;
@@ -76,7 +89,7 @@ struct OperandPlace {
 
 // A record that is repeated: see `frontends.torch.recursion.repeats`, which describes it.
 struct Record {
-  enum Kind : int64_t { lazy, list, numbers, same, method, scalar, again };
+  enum Kind : int64_t { lazy, list, numbers, same, method, scalar, again, unchanged, entry, code };
   struct Guard {
     Kind kind;
     OperandPlace place;
@@ -93,8 +106,29 @@ struct Record {
   std::vector<_object*> metas;  // null: a value that is not returned
   std::vector<int64_t> result;
 
-  // Whether an operand is as it was; -1 after an error of Python.
+  // Whether what is no operand is as it was; -1 after an error of Python. See `frontends.torch.recursion.watches`.
+  int watched(const Guard& guard) const {
+    switch (guard.kind) {
+      case unchanged: return daceml::unchanged(reinterpret_cast<const int64_t*>(guard.place.element), guard.count);
+      case entry: {
+        _object* found = PyDict_GetItemWithError(item(guard.object, 0), item(guard.object, 1));
+        if (found == nullptr && PyErr_Occurred() != nullptr) return -1;
+        return (found == nullptr ? classes->miss : found) == item(guard.object, 2);
+      }
+      default: {
+        _object* function = item(guard.object, 0);
+        const auto is = [&guard](_object* found, std::ptrdiff_t i) {
+          return (found == nullptr ? none() : found) == item(guard.object, i);
+        };
+        return is(PyFunction_GetCode(function), 1) && is(PyFunction_GetDefaults(function), 2) &&
+               is(PyFunction_GetKwDefaults(function), 3);
+      }
+    }
+  }
+
+  // Whether an operand, or what is none, is as it was; -1 after an error of Python.
   int holds(const Guard& guard, _object* const* given) const {
+    if (guard.kind >= unchanged) return watched(guard);
     _object* a = guard.place.in(given);
     switch (guard.kind) {
       case lazy:
@@ -119,8 +153,8 @@ struct Record {
         const double x = PyFloat_AsDouble(a), y = PyFloat_AsDouble(guard.object);  // 0.0 and -0.0 differ
         return std::memcmp(&x, &y, sizeof x) == 0;
       }
+      default: return 0;
     }
-    return 0;
   }
 
   // Notes that a value is read; raises the height and the stage of its reader. False after an error of Python.

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from daceml_train.frontends.torch.recursion import columns
-from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, meta
+from daceml_train.frontends.torch.recursion.effects import settled
+from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, lazy_of, meta
+from daceml_train.frontends.torch.recursion.runs import Pick
 
 
 def joined_type(function: Any, args: Any, kwargs: Any) -> Meta | None:
@@ -30,6 +32,23 @@ def joined_type(function: Any, args: Any, kwargs: Any) -> Meta | None:
     else:
         shape[dim] *= len(parts)
     return meta(tuple(shape), one.dtype, one.device, one.requires_grad and torch.is_grad_enabled())
+
+
+def picked(tensor: Any, index: Any) -> Lazy | None:
+    """A slice of a tensor that has a gradient, whose position is data; None for other subscripts."""
+    if settled(tensor) is not tensor:
+        return None
+    length = len(tensor) if tensor.ndim else 0
+    if type(index) is slice and index.step in (None, 1):
+        start, stop, _ = index.indices(length)
+        if stop - start <= 0:
+            return None
+        shape, pick = (stop - start, *tensor.shape[1:]), Pick(tensor, start, stop - start)
+    elif type(index) is int and -length <= index < length:
+        shape, pick = tuple(tensor.shape[1:]), Pick(tensor, index % length, None)
+    else:
+        return None
+    return lazy_of(pick, 0, meta(shape, tensor.dtype, tensor.device, torch.is_grad_enabled()))
 
 
 def name_of(function: Any) -> str:

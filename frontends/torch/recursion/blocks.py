@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from daceml_train.frontends.torch.recursion.effects import all_settled
 from daceml_train.frontends.torch.recursion.lazy import Lazy, meta_of, recording
+from daceml_train.frontends.torch.recursion.pure import modules_of
 from daceml_train.frontends.torch.recursion.repeats import (
     MISS,
     Alias,
@@ -25,6 +27,7 @@ from daceml_train.frontends.torch.recursion.repeats import (
 from daceml_train.frontends.torch.recursion.runs import Run
 from daceml_train.frontends.torch.recursion.simple import only_computes
 from daceml_train.frontends.torch.recursion.state import SCALARS
+from daceml_train.frontends.torch.recursion.watches import Reads, Watch
 
 
 class Unkept(Exception):
@@ -36,6 +39,8 @@ class Kept:
     """What a block recorded for operands of some structure: functions that repeat it."""
 
     known: list[Callable[..., Any]] = field(default_factory=list)
+    watches: list[Watch] = field(default_factory=list)
+    """What each of them depends on."""
     failed: int = 0
     """How often nothing could be kept."""
 
@@ -69,15 +74,25 @@ class Block:
         recorder = recording()
         if recorder is None or recorder.eager or self.failed >= FAILED:
             return self.function(*self._tensors(operands))
-        kept = recorder.memo.get(self if not self.keyed else (self, *[_structure(operands[k]) for k in self.keyed]))
+        key = self if not self.keyed else (self, *[_structure(operands[k]) for k in self.keyed])
+        kept = recorder.memo.get(key)
         if kept is not None:
-            for repeated in kept.known:
-                if (result := repeated(recorder, *operands)) is not MISS:
-                    recorder.last[self] = repeated
+            if (result := self._repeated(recorder, kept, operands)) is not MISS:
+                return result
+            if recorder.settle(kept.watches):
+                kept = recorder.memo.get(key)
+                if kept is not None and (result := self._repeated(recorder, kept, operands)) is not MISS:
                     return result
-            if kept.failed >= MOST or len(kept.known) >= MOST:
-                return self.function(*self._tensors(operands))
+        if kept is not None and (kept.failed >= MOST or len(kept.known) >= MOST):
+            return self.function(*self._tensors(operands))
         return self._first(recorder, operands)
+
+    def _repeated(self, recorder: Any, kept: Kept, operands: Sequence[Any]) -> Any:
+        for repeated in kept.known:
+            if (result := repeated(recorder, *operands)) is not MISS:
+                recorder.last[self] = repeated
+                return result
+        return MISS
 
     def _tensors(self, operands: Sequence[Any]) -> list[Any]:
         return [torch.tensor(a) if k in self.numbers else a for k, a in enumerate(operands)]
@@ -90,11 +105,14 @@ class Block:
 
     def _first(self, recorder: Any, operands: Sequence[Any]) -> Any:
         """Run the statements, and keep what they record if that can be repeated."""
-        given = self._tensors(operands)
-        outermost = recorder.outermost(self._caller())
+        given = [all_settled(a) if id(a) not in recorder.shared else a for a in self._tensors(operands)]
+        if not (outermost := recorder.outermost(self._caller())):
+            recorder.settle()  # before the record is kept for a state
         before, events = len(recorder.pending), recorder.events
         grad = torch.is_grad_enabled()
-        described = None if outermost else self._described(recorder, operands, given)
+        reads = Reads(recorder.structures.noisy)
+        described = None if outermost else self._described(recorder, operands, given, reads)
+        watch = Watch(reads)
         result = self.function(*given)
         if outermost:
             return result
@@ -115,8 +133,10 @@ class Block:
         run.sealed = True
         run.used.update(returned(template))
         inputs = [positions[id(a)] for a in run.inputs]
-        repeated = repeat(run.at, grad, described, inputs, tuple(v.meta for v in run.values), template)
+        repeated = repeat(run.at, grad, described, inputs, tuple(v.meta for v in run.values), template, watch)
         kept.known.append(repeated)
+        kept.watches.append(watch)
+        recorder.watches.append(watch)
         recorder.last[self] = repeated
         return result
 
@@ -128,8 +148,11 @@ class Block:
         assert frame is not None
         return frame
 
-    def _described(self, recorder: Any, operands: Sequence[Any], given: Sequence[Any]) -> list[Operand] | None:
-        """What is compared before a record is repeated; None where it cannot be."""
+    def _described(
+        self, recorder: Any, operands: Sequence[Any], given: Sequence[Any], reads: Reads
+    ) -> list[Operand] | None:
+        """What is compared before a record is repeated; None where it cannot be. `reads` receives what else is read."""
+        reads.files(self.owner, modules_of(self.owner).intersection(self.function.__code__.co_names))
         found: list[Operand] = []
         first: dict[int, int] = {}
         for k, a in enumerate(operands):
@@ -148,7 +171,7 @@ class Block:
             elif kind in SCALARS:
                 found.append((kind, a))
             elif isinstance(a, types.MethodType | torch.nn.Module):
-                if not only_computes(a, recorder.modules):
+                if not only_computes(a, recorder.modules, reads):
                     return None
                 found.append(a)
             elif kind is torch.Tensor or kind is torch.nn.Parameter:

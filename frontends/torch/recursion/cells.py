@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import convert_frame
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -20,7 +21,7 @@ from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import capture
 from daceml_train.frontends.torch.capture.trace import first_line
 from daceml_train.frontends.torch.recursion.counts import COUNTS, for_any_count
-from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, meta, meta_of
+from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, meta, meta_of, set_value
 from daceml_train.frontends.torch.recursion.runs import Given, Reference, Run, Shared, Step, decoded
 from daceml_train.graph.graph import Graph
 from daceml_train.tensor import Dim
@@ -31,6 +32,8 @@ LOOK = "a look at a value"
 RANDOM = "draws random numbers, whose order is the user's program's"
 
 
+TRACING = convert_frame.compile_lock
+"""Whoever traces holds it, TorchDynamo included: PyTorch's tracers replace methods of all modules meanwhile."""
 NUMBER = meta((), torch.int64, torch.device("cpu"), False)
 
 
@@ -153,6 +156,8 @@ def step(structures: Any, at: Step, run: Run, key: tuple[Any, ...], keywords: bo
 
 def _of_all_indices(function: Any, args: list[Any], kwargs: Any) -> str:
     """Why the gradient of a table is another one if it is that of many calls; empty if it is their sum."""
+    if function is torch.Tensor.as_subclass:
+        return "it makes a tensor of a class"
     position = {F.embedding: 6, F.embedding_bag: 7}.get(function)
     if position is None:
         return ""
@@ -201,7 +206,25 @@ def replay(run: Run) -> None:
     results = evaluate(operators, [known(a) for a in run.inputs], lambda shared: shared.tensor)
     for value, tensor in zip(run.values, results, strict=True):
         if value is not None:
-            value.value = tensor
+            set_value(value, tensor)
+
+
+def failing(runs: list[Run]) -> list[Any]:
+    """The inputs of the first run that raises an error by itself; none if no run does."""
+    for run in sorted(runs, key=lambda each: each.height):
+        given = list(run.inputs)
+        with_tensors([run])
+        try:
+            replay(run)
+        except Exception:  # the one that is looked for
+            return given
+    return []
+
+
+def with_tensors(runs: Iterable[Run]) -> None:
+    """Replace lists of numbers among inputs by the tensors that they stand for."""
+    for run in runs:
+        run.inputs = [torch.tensor(a) if type(a) is list else a for a in run.inputs]
 
 
 class Cell:
@@ -303,7 +326,9 @@ class Cell:
 
     def _any_count(self) -> fx.GraphModule:
         """The operators of PyTorch that compute the rows, for any number of them."""
-        if self.traced is None:
+        if self.traced is not None:
+            return self.traced  # type: ignore[no-any-return]
+        with TRACING:
             shared = [s.tensor for s in self.shared]
             dims = (*[0] * len(self.given), *[None] * len(shared))
 
@@ -320,7 +345,7 @@ class Cell:
                 return result
 
             self.traced = for_any_count({count: traced(count) for count in COUNTS})
-        return self.traced  # type: ignore[no-any-return]
+            return self.traced  # type: ignore[no-any-return]
 
     def graph(self, rows: Dim) -> Graph:
         """The rows as a graph of operators, whose inputs are `given`, then `shared`.

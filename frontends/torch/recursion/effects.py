@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,8 +22,18 @@ GRAPH = frozenset(
 
 _OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _IN_PLACE = frozenset(f"__i{name}__" for name in _OPERATORS) | {"__setitem__", "__set__", "__delete__"}
+_EXPOSING = ("numpy", "__array__", "__dlpack__")
 _ALWAYS, _PERHAPS, _NEVER = range(3)
 _KINDS: dict[Any, int] = {}
+
+
+DECIDES = frozenset({_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__})
+"""Functions that decide whether a parameter has a gradient."""
+
+
+def decides(function: Callable[..., Any], args: Any, shared: Collection[int]) -> bool:
+    """Whether a function decides whether a parameter has a gradient; `shared` has the identities of parameters."""
+    return needs_graph(function) and function in DECIDES and id(args[0]) in shared
 
 
 def needs_graph(function: Callable[..., Any]) -> bool:
@@ -49,10 +59,59 @@ def may_change(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 
 def _kind(function: Callable[..., Any]) -> int:
     name = getattr(function, "__name__", "")
-    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+    if name in _IN_PLACE or name in _EXPOSING or (name.endswith("_") and not name.endswith("__")):
         return _ALWAYS
     # functions of Python take `inplace=True`, or `training=True` for statistics that run along
     return _PERHAPS if getattr(function, "__module__", "") == torch.nn.functional.__name__ else _NEVER
+
+
+def exposes(function: Callable[..., Any]) -> bool:
+    """Whether a function gives memory to those who write to it unseen, as NumPy does."""
+    return getattr(function, "__name__", "") in _EXPOSING
+
+
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """What a recorded operator reads of a tensor: a copy if others than PyTorch can write to its memory until then.
+
+    PyTorch lets nobody change the size of memory that it shares with others.
+    """
+    with torch._C.DisableTorchFunction():
+        try:
+            own = tensor.untyped_storage().resizable()
+        except (NotImplementedError, RuntimeError):  # a sparse tensor
+            own = True
+        return tensor if own else tensor.clone()
+
+
+def all_settled(args: Any) -> Any:
+    """The same for all tensors in arguments."""
+    kind = type(args)
+    if kind in (list, tuple):
+        return kind(map(all_settled, args))
+    if kind is dict:
+        return {name: all_settled(a) for name, a in args.items()}
+    return settled(args) if kind is not Lazy and isinstance(args, torch.Tensor) else args
+
+
+MOST = 1 << 16
+"""How many elements a parameter or buffer may have that is compared with a copy."""
+
+
+class Exposed:
+    """Parameters and buffers that NumPy's arrays have the memory of, with copies of them."""
+
+    def __init__(self, shared: Iterable[torch.Tensor]) -> None:
+        with torch._C.DisableTorchFunction():
+            small = [t.detach() for t in shared if t.layout is torch.strided and t.numel() <= MOST]
+            self.found = [(t, t._version, t.clone()) for t in small if not t.untyped_storage().resizable()]
+
+    def written(self) -> bool:
+        """Whether NumPy has changed one of them since."""
+        with torch._C.DisableTorchFunction():
+            return any(
+                t._version == version and not torch.equal(t.nan_to_num(), before.nan_to_num())
+                for t, version, before in self.found
+            )
 
 
 class Held:
@@ -65,6 +124,12 @@ class Held:
         self.read: set[int] = set()
         self.looked = 0
         """Of how many runs `read` has everything."""
+
+    def of_shared(self, args: Any, kwargs: Any) -> bool:
+        """Whether one of these arguments has the memory of a parameter or a buffer."""
+        with torch._C.DisableTorchFunction():
+            fixed = {_memory(t) for t in self.shared}
+            return not fixed.isdisjoint(map(_memory, _tensors((*args, *kwargs.values()))))
 
     def cleared(self) -> None:
         """Note that nothing is recorded any more; what follows may give a parameter other memory."""

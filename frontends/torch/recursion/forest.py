@@ -11,7 +11,7 @@ import torch
 
 from daceml_train.frontends.torch.recursion.cells import Cell
 from daceml_train.frontends.torch.recursion.derivatives import first_only
-from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known
+from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, set_value
 from daceml_train.frontends.torch.recursion.runs import Pick, Run, Shared
 
 
@@ -272,7 +272,7 @@ def gathered(function: Any, args: Any) -> Any:
             for group in _by_buffer(a):
                 parts = rows(group).unbind(0)
                 for value, part in zip(group, parts, strict=True):
-                    value.value = part
+                    set_value(value, part)
         results.append(known(a))
     return tuple(results)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,9 +36,10 @@ def meta(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requi
     key = (torch.Size(shape), dtype, device, requires_grad)
     found = _METAS.get(key)
     if found is None:
-        found = _METAS[key] = Meta()
+        found = Meta()
         found.shape, found.dtype, found.device, found.requires_grad = key
         found.known = key
+        found = _METAS.setdefault(key, found)  # another thread may have been faster
     return found
 
 
@@ -123,19 +126,46 @@ class Lazy:
         return id(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.tensor().__reduce_ex__(protocol)
+        with outside(torch.is_grad_enabled()):
+            return self.tensor().__reduce_ex__(protocol)
+
+    def __copy__(self) -> Any:
+        with outside(torch.is_grad_enabled()):
+            return copy.copy(self.tensor())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An attribute that user code gives to a value is one of its tensor."""
+        if name in _OF_LAZY:
+            object.__setattr__(self, name, value)
+            return
+        if name in _TENSORS_OWN and (recorder := recording()) is not None and not recorder.eager:
+            recorder.abandon(f"{name} of a value that is set")
+        setattr(self.tensor(), name, value)
+        if name not in Lazy.__dict__ and not name.startswith("__"):
+            setattr(Lazy, name, _attribute(name))
 
     def tensor(self) -> torch.Tensor:
         """The value, computed if it is not known."""
         if self.value is None:
-            self.value = self.source.demanded(self)
-        return self.value
+            set_value(self, self.source.demanded(self))
+        return self.value  # type: ignore[return-value]
+
+
+_TENSORS_OWN = frozenset(("data", "grad", "names", "real", "imag"))
+_OF_LAZY = frozenset({*Lazy.__slots__, "requires_grad"})
+_set_source, _set_index, _set_meta, set_value = (
+    Lazy.__dict__[name].__set__ for name in ("source", "index", "meta", "value")
+)
+"""Sets a slot, in a tenth of the time that `__setattr__` takes."""
 
 
 def lazy_of(source: Any, index: int, meta: Meta) -> Lazy:
     """A lazy value. The class has no `__init__`: blocks create as many values as trees have nodes."""
     value = Lazy()
-    value.source, value.index, value.meta, value.value = source, index, meta, None
+    _set_source(value, source)
+    _set_index(value, index)
+    _set_meta(value, meta)
+    set_value(value, None)
     return value
 
 
@@ -153,10 +183,16 @@ def known(found: Any) -> Any:
     return found
 
 
-def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    handler = torch.overrides.handle_torch_function
+_TENSOR: dict[str, Any] = gc.get_referents(vars(torch.Tensor))[0]
+"""What user code changes where it gives all tensors another method."""
+
+
+def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    handler, own = torch.overrides.handle_torch_function, _TENSOR.get(name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _TENSOR.get(name) is not own:
+            return getattr(self.tensor(), name)(*args, **kwargs)
         recorder = recording()
         if recorder is None:
             return handler(function, (self,), self, *args, **kwargs)
@@ -165,13 +201,22 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _property(function: Callable[..., Any]) -> Any:
-    return property(_method(function))
+def _property(name: str, function: Callable[..., Any]) -> Any:
+    return property(_method(name, function))
 
 
 def _attribute(name: str) -> Any:
     """An attribute of tensors that only the value has. A `__getattr__` instead would make reads of all slots slow."""
+    if name == "grad_fn":
+        return property(_grad_fn)
     return property(lambda self: getattr(self.tensor(), name))
+
+
+def _grad_fn(self: Lazy) -> Any:
+    """The operator that made a value, which a batch of many values has not."""
+    if self.meta.requires_grad and (recorder := recording()) is not None and not recorder.eager:
+        recorder.abandon("grad_fn of a value", lasting=False)
+    return self.tensor().grad_fn
 
 
 RECORDER: ContextVar[Any] = ContextVar("recorder", default=None)
@@ -195,7 +240,18 @@ def outside(grad: bool) -> Iterator[None]:
 
 _OWN = {
     *("__init__", "__new__", "__class__", "__torch_function__", "__getattribute__", "__getattr__", "__setattr__"),
-    *("__delattr__", "__hash__", "__len__", "__iter__", "__dict__", "__dir__", "__doc__", "__module__", "__weakref__"),
+    *(
+        "__delattr__",
+        "__hash__",
+        "__copy__",
+        "__len__",
+        "__iter__",
+        "__dict__",
+        "__dir__",
+        "__doc__",
+        "__module__",
+        "__weakref__",
+    ),
     *("__init_subclass__", "__subclasshook__", "__sizeof__", "__reduce__", "__reduce_ex__", "__torch_dispatch__"),
     *(
         "__new__",
@@ -215,9 +271,9 @@ for _name in dir(torch.Tensor):
     if _name in _OWN or _name in Lazy.__dict__:
         continue
     if _name in ("T", "mT", "H", "mH"):
-        setattr(Lazy, _name, _property(_found.__get__))
+        setattr(Lazy, _name, _property(_name, _found.__get__))
     elif callable(_found) and not isinstance(_found, type):
-        setattr(Lazy, _name, _method(_found))
+        setattr(Lazy, _name, _method(_name, _found))
     elif not _name.startswith("__"):
         setattr(Lazy, _name, _attribute(_name))
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._dynamo import eval_frame
 from torch._functorch import eager_transforms, vmap
 from torch._functorch import utils as functorch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from daceml_train.frontends.torch.recursion.arguments import laziness
@@ -25,9 +28,22 @@ _PLACES: tuple[tuple[Any, str], ...] = (
     (eager_transforms, "_vjp_with_argnums"),
     (eager_transforms, "_jvp_with_argnums"),
     (eager_transforms, "_wrap_all_tensors_to_functional"),
+    (torch.nn.Parameter, "__new__"),
 )
 
 
+def _enables(mode: Any) -> bool:
+    """Whether a context of autocast changes the types of operators on a CPU."""
+    return bool(mode._enabled) and mode.device == "cpu"
+
+
+_MODES: tuple[tuple[Any, str, str, Callable[[Any], bool]], ...] = (
+    (torch.autocast, "__enter__", "autocast", _enables),
+    (torch.inference_mode, "__enter__", "inference mode", lambda mode: bool(mode.mode)),
+    (saved_tensors_hooks, "__enter__", "hooks of saved tensors", lambda mode: type(mode) is saved_tensors_hooks),
+    (torch._C, "_set_default_dtype", "another default type", lambda dtype: dtype is not torch.get_default_dtype()),
+)
+"""Functions after which operators compute otherwise, what they do, and for which arguments."""
 APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 """What runs the `forward` of a user's function for autograd, whose results have to be tensors."""
 
@@ -61,8 +77,10 @@ def values_given() -> Iterator[None]:
 @functools.cache
 def _functions() -> tuple[tuple[Any, str, Any, Any], ...]:
     """Where functions are, they themselves, and what takes their place."""
-    originals = [getattr(owner, name) for owner, name in _PLACES]
-    return tuple((*place, f, _with_values(f)) for place, f in zip(_PLACES, originals, strict=True))
+    values = [(owner, name, f := inspect.getattr_static(owner, name), _taught(f)) for owner, name in _PLACES]
+    modes = [(owner, name, f := getattr(owner, name), _leaving(f, *rest)) for owner, name, *rest in _MODES]
+    stance = eval_frame._callback_from_stance
+    return (*values, *modes, (eval_frame, "_callback_from_stance", stance, _without_compiler(stance)))
 
 
 @functools.cache
@@ -70,6 +88,35 @@ def _teach_script() -> None:
     """The same for TorchScript, whose classes of native code do not take their methods back."""
     for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
         kind.__call__ = _with_values(kind.__call__)  # type: ignore[method-assign]
+
+
+def _taught(original: Any) -> Any:
+    if isinstance(original, staticmethod):
+        return staticmethod(_with_values(original.__func__))
+    return _with_values(original)
+
+
+def _without_compiler(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What TorchDynamo asks for at a function that `torch.compile` has: the recording follows its Python code."""
+
+    @functools.wraps(original)
+    def called(callback: Any) -> Any:
+        return original(callback) if recording() is None else None
+
+    return called
+
+
+def _leaving(original: Callable[..., Any], what: Any, changes: Any) -> Callable[..., Any]:
+    """The same function, before which PyTorch takes over."""
+
+    @functools.wraps(original)
+    def called(given: Any) -> Any:
+        recorder = recording()
+        if recorder is not None and not recorder.eager and changes(given):
+            recorder.abandon(f"{what} that is enabled")
+        return original(given)
+
+    return called
 
 
 def _with_values(original: Callable[..., Any]) -> Callable[..., Any]:

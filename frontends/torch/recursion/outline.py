@@ -12,12 +12,13 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.nn
 
 from daceml_train.frontends.torch.recursion.blocks import Block
+from daceml_train.frontends.torch.recursion.lazy import Lazy
 from daceml_train.frontends.torch.recursion.lifting import Lifter
 from daceml_train.frontends.torch.recursion.pure import Checker, calls, named, parsed
 from daceml_train.frontends.torch.recursion.simple import called_computes
@@ -184,6 +185,49 @@ class Outliner:
         return [ast.fix_missing_locations(ast.copy_location(site, block[0]))]
 
 
+class _Types(ast.NodeTransformer):
+    """Replaces `type(...)`, which is that of a tensor where a value of the recursion is given."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self.own = "type" in (*function.__code__.co_varnames, *function.__globals__)
+        self.found = False
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        """A call with another function in place of `type`."""
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id == "type" and len(node.args) == 1 and not self.own:
+            self.found = True
+            node.func = ast.copy_location(ast.Constant(CLASS), node.func)
+        return node
+
+
+def asks_for_types(function: types.FunctionType) -> bool:
+    """Whether a function compares what `type` says with a class of tensors."""
+    names = {*function.__code__.co_names, *function.__code__.co_freevars}
+    if "type" not in names or names.isdisjoint(CLASSES):
+        return False
+    tree = parsed(function)
+    if tree is None:
+        return True
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare | ast.Call | ast.Subscript):
+            inside = list(ast.walk(node))
+            called = [n.func for n in inside if isinstance(n, ast.Call)]
+            asks = any(isinstance(f, ast.Name) and f.id == "type" for f in called)
+            if asks and any((getattr(n, "attr", None) or getattr(n, "id", None)) in CLASSES for n in inside):
+                return True
+    return False
+
+
+CLASSES = frozenset(("Tensor", "Parameter"))
+CLASS = "<the class of a value of a recursion>"
+
+
+def class_of(value: Any) -> type:
+    """What `type` is in PyTorch."""
+    return torch.Tensor if type(value) is Lazy else type(value)
+
+
 def _statements(node: ast.stmt, name: str) -> list[ast.stmt] | None:
     """The statements in a statement of the same function."""
     inner = getattr(node, name, None)
@@ -214,10 +258,13 @@ def outline(
         return None
     outliner = Outliner(function, tree, marked, called_computes(function, modules))
     tree.body = outliner.whole()
-    if not outliner.blocks:
+    types_ = _Types(function)
+    tree = types_.visit(tree)
+    if not outliner.blocks and not types_.found:
         return None
     code = _compiled(tree, function)
-    places = {_placeholder(k): block.entry for k, block in enumerate(outliner.blocks)}
+    places: dict[str, Any] = {_placeholder(k): block.entry for k, block in enumerate(outliner.blocks)}
+    places[CLASS] = class_of
     consts = tuple(places.get(c, c) if isinstance(c, str) else c for c in code.co_consts)
     return code.replace(co_consts=consts, co_qualname=function.__code__.co_qualname), outliner.blocks
 
@@ -244,19 +291,27 @@ def outlined(
         for code in (results[0], *(block.function.__code__ for block in results[1])):
             codes[id(code)] = code
         blocks.update(block.function.__code__ for block in results[1])
+        _BLOCKS[results[0]] = tuple(block.function.__code__ for block in results[1])
     return found
 
 
 _LOCK = threading.Lock()
 _SOURCES: weakref.WeakKeyDictionary[types.CodeType, types.CodeType] = weakref.WeakKeyDictionary()
 """Code without blocks, by the code with them."""
+_BLOCKS: weakref.WeakKeyDictionary[types.CodeType, tuple[types.CodeType, ...]] = weakref.WeakKeyDictionary()
+"""The code of blocks, by the code that calls them."""
 _USERS: dict[types.FunctionType, int] = {}
 """How many recordings run functions with blocks now, which have the same results everywhere."""
 
 
 @contextlib.contextmanager
-def with_codes(found: dict[types.FunctionType, types.CodeType]) -> Iterator[None]:
-    """Run functions with blocks."""
+def with_codes(
+    found: dict[types.FunctionType, types.CodeType],
+) -> Iterator[Mapping[types.CodeType, Sequence[types.CodeType]]]:
+    """Run functions with blocks; gives the code that they run, with that of its blocks.
+
+    It is another model's where that one runs the same functions now, in another thread.
+    """
     with _LOCK:
         # what was given other code since is run as it is
         found = {f: code for f, code in found.items() if _USERS.get(f) or f.__code__ is _SOURCES.get(code)}
@@ -265,14 +320,29 @@ def with_codes(found: dict[types.FunctionType, types.CodeType]) -> Iterator[None
             _USERS[function] = _USERS.get(function, 0) + 1
             if function in before:
                 _PLAIN[function], function.__code__ = before[function], code
+        codes = {function.__code__: _BLOCKS.get(function.__code__, ()) for function in found}
     try:
-        yield
+        yield codes
     finally:
         with _LOCK:
             for function in found:
                 _USERS[function] -= 1
                 if not _USERS[function]:
                     function.__code__ = _PLAIN.pop(function)
+
+
+@contextlib.contextmanager
+def without_codes() -> Iterator[None]:
+    """Have functions as they were written, whoever runs them with blocks in another thread."""
+    with _LOCK:
+        before = {function: function.__code__ for function in _PLAIN}
+        for function in before:
+            function.__code__ = _PLAIN[function]
+        try:
+            yield
+        finally:
+            for function, code in before.items():
+                function.__code__ = code
 
 
 _PLAIN: dict[types.FunctionType, types.CodeType] = {}

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 SHOWN = 12
 """How many steps of a long path are shown, half of them at its end."""
+SEARCHED = 100_000
+"""In how many objects a number is looked for."""
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 
 
@@ -41,6 +46,37 @@ def located(
         nodes.append(node)
         steps.append(step)
     return f"in a recursion, at {shown(steps)}"
+
+
+def holding(
+    given: Sequence[Any], said: str, source: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]
+) -> str:
+    """A sentence that says where in the data is what a call was given, whose computation failed after the recursion.
+
+    Tensors are found as the objects that they are, integers by their values, of which those that the error has `said`
+    count if there are any. Empty if the call was given neither.
+    """
+    tensors = [a for a in given if isinstance(a, torch.Tensor)]
+    small = [t.flatten().tolist() for t in tensors if not t.is_floating_point() and t.numel() <= SHOWN]
+    numbers = {n for a in (*given, *small) if isinstance(a, list) for n in a if type(n) is int}
+    numbers = numbers.intersection(map(int, re.findall(r"-?\d+", said))) or numbers
+    if not numbers and not tensors:
+        return ""
+    found: list[str] = []
+    seen: set[int] = set()
+    waiting: list[tuple[Any, list[str]]] = [(v, [name]) for name, v in reversed(_named(source, args, named).items())]
+    while waiting and len(seen) < SEARCHED:
+        value, steps = waiting.pop()
+        if (type(value) is int and value in numbers) or any(value is t for t in tensors):
+            found.append(shown(steps))
+        elif not isinstance(value, (*_PLAIN, torch.Tensor, torch.nn.Module)) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += [(part, [*steps, step]) for step, part in reversed(list(_attributes(value)))]
+    what = ", ".join(map(str, sorted(numbers))) if numbers else "a tensor"
+    if not found:
+        return f"in a call of a recursion that computes with {what}"
+    others = f", and {len(found) - 1} times more" if len(found) > 1 else ""
+    return f"in a call of a recursion that computes with {what}, which is at {found[0]}{others}"
 
 
 def shown(steps: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,21 +12,29 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 from daceml_train.frontends.torch.recursion import cells, columns
-from daceml_train.frontends.torch.recursion.arguments import joined_type, laziness, lazy_values, name_of
-from daceml_train.frontends.torch.recursion.effects import Held, may_change, needs_graph
+from daceml_train.frontends.torch.recursion.arguments import joined_type, laziness, lazy_values, name_of, picked
+from daceml_train.frontends.torch.recursion.effects import (
+    Exposed,
+    Held,
+    all_settled,
+    decides,
+    exposes,
+    may_change,
+    needs_graph,
+    settled,
+)
 from daceml_train.frontends.torch.recursion.forest import Forest, gathered, rows
 from daceml_train.frontends.torch.recursion.lazy import (
     Lazy,
     Meta,
     known,
     lazy_of,
-    meta,
     meta_of,
     outside,
+    set_value,
     take_added,
 )
 from daceml_train.frontends.torch.recursion.native_calls import APPLY
-from daceml_train.frontends.torch.recursion.outside import Results
 from daceml_train.frontends.torch.recursion.runs import (
     INPUTS,
     LIST,
@@ -35,53 +43,19 @@ from daceml_train.frontends.torch.recursion.runs import (
     SLICE,
     TUPLE,
     Given,
-    Pick,
     Run,
-    Shared,
     Solo,
-    Step,
     constant,
     run_of,
     slot,
 )
 from daceml_train.frontends.torch.recursion.scalars import SCALED, with_data
+from daceml_train.frontends.torch.recursion.state import State, state_of
+from daceml_train.frontends.torch.recursion.structures import Structures
+from daceml_train.frontends.torch.recursion.watches import Watch
 
 _GETTER = type(vars(torch.Tensor.__mro__[1])["shape"].__get__)
 _ITEM = torch.Tensor.__getitem__
-
-
-class Structures:
-    """What is known of a model's cells, for all of its calls."""
-
-    def __init__(self, codes: Iterable[types.CodeType]) -> None:
-        self.start = Step()
-        self.given: dict[Meta, Given] = {}
-        self.fakes = cells.Fakes()
-        self.outside = Results(self.fakes)
-        self.shared: dict[Any, Shared] = {}
-        self.codes = {id(code): code for code in codes}
-        self.blocks: set[types.CodeType] = set()
-        """Code that belongs to a function of `codes`, which calls it."""
-        self.cells: list[Any] = []
-        self.memo: dict[Any, dict[Any, Any]] = {}
-        self.last: dict[Any, dict[Any, Callable[..., Any]]] = {}
-        """Per state of the model's modules, what blocks record, and what they recorded last."""
-        self.inner = False
-        """Whether an operator within the recursion was ever recorded."""
-        self.nested = False
-        """Whether one was recorded in a call of a function below another call of the same."""
-        self.programs: Any = None
-        """What compiles forests; None if PyTorch runs them."""
-
-    def shared_by(self, tensors: Iterable[torch.Tensor]) -> dict[int, Shared]:
-        """What stands for parameters and buffers in a call, by identity."""
-        found: dict[int, Shared] = {}
-        for tensor in tensors:
-            key = (id(tensor), tensor.requires_grad, tensor.shape, tensor.dtype)
-            if key not in self.shared:
-                self.shared[key] = Shared(tensor, self.fakes.of_tensor(tensor))
-            found[id(tensor)] = self.shared[key]
-        return found
 
 
 class Recorder(TorchFunctionMode):
@@ -93,31 +67,63 @@ class Recorder(TorchFunctionMode):
         tensors: Iterable[torch.Tensor],
         entry: types.CodeType,
         note: Callable[[str], None],
-        state: Any = None,
+        root: torch.nn.Module,
     ) -> None:
         super().__init__()
         take_added()
         self.structures, self.note = structures, note
         tensors = list(tensors)
         self.shared = structures.shared_by(tensors)
-        self.held = Held(tensors)
+        self.held, self.exposed = Held(tensors), Exposed(tensors)
         self.grad = torch.is_grad_enabled()
         """Whether values have gradients, unless what computes them was called where they have none."""
         self.entry = entry
-        self.frames = dict.fromkeys(structures.codes, True) | {id(entry): False, id(APPLY): False}
+        self.frames: dict[int, bool] = {}
         self.pending: list[Run] = []
         self.solos: list[Solo] = []
         self.traced: dict[types.FrameType, Run] = {}
         """The runs of calls, under a debugger."""
+        self.failed: list[Any] = []
+        """What the call was given whose levels have raised an error."""
         self.looks = 0
         self.events = 0
         """How often something happened that is not recorded."""
-        self.modules: frozenset[int] = getattr(state, "modules", frozenset())
-        """The identities of the modules whose state that is."""
-        self.memo = structures.memo.setdefault(state, {})
-        self.last: dict[Any, Callable[..., Any]] = structures.last.setdefault(state, {})
-        """Per block, what repeats the record that was repeated last."""
+        self.root = root
         self.eager = ""
+        self.lasting = True
+        self.state: State | None = None
+        self.last: dict[Any, Callable[..., Any]] = {}
+        """Per block, what repeats the record that was repeated last."""
+
+    def follow(self, codes: Mapping[types.CodeType, Iterable[types.CodeType]]) -> None:
+        """Begin, while functions of the recursion have this code, and their blocks."""
+        known = self.structures
+        for code, blocks in codes.items():
+            known.codes |= {id(each): each for each in (code, *blocks)}
+            known.blocks.update(blocks)
+        self.frames = dict.fromkeys(known.codes, True) | {id(self.entry): False, id(APPLY): False}
+        self.settle()
+
+    def settle(self, watches: Sequence[Watch] | None = None) -> bool:
+        """Take the records that were made for the state in which modules are now; whether anything has changed.
+
+        With watches, only if one of these has seen a change.
+        """
+        if watches is not None and all(watch.unchanged() for watch in watches):
+            return False
+        known = self.structures
+        with torch._C.DisableTorchFunction():
+            state = state_of(list(self.root.modules()), known.contents)
+        if state != self.state:
+            self.state, self.modules = state, state.modules
+            self.memo, self.last, self.watches = known.of(state)
+        elif watches is not None and (noise := set[int]().union(*(watch.noise() for watch in watches))):
+            known.noisy |= noise
+            for records in (self.memo, self.last, self.watches):
+                records.clear()
+        for watch in self.watches:
+            watch.arm()
+        return True
 
     # ---- calls --------------------------------------------------------------------------------------------------
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,7 +139,7 @@ class Recorder(TorchFunctionMode):
         if peek_interpreter_stack() is not None:  # within `torch.func`, whose values are not those of this level
             return function(*known(args), **known(kwargs))
         if needs_graph(function):
-            if state & 1:
+            if state & 1 or decides(function, args, self.shared):
                 self.abandon(f"{name_of(function)} {cells.EFFECT}")
             return function(*known(args), **known(kwargs))
         frame = self._frame()
@@ -148,15 +154,19 @@ class Recorder(TorchFunctionMode):
         else:
             if not state & 1 and type(function) is _GETTER:
                 return function(*args, **kwargs)
-            if function is _ITEM and state == 2 and (picked := self._pick(*args)) is not None:
-                return picked
+            if function is _ITEM and state == 2 and (slices := picked(*args)) is not None:
+                return slices
             run = self._run_of(frame)
         return self._record(run, function, args, kwargs)
 
     def _now(self, state: int, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of a function of tensors that need not wait; operators that do are computed if it changes them."""
-        reads = self.pending and may_change(function, args, kwargs)
-        if reads and self.held.by(self.pending, self.solos, args, kwargs):
+        changes = may_change(function, args, kwargs)
+        if not self.eager and decides(function, args, self.shared):
+            self.abandon(f"{name_of(function)} {cells.EFFECT}")
+        if changes and exposes(function) and not self.eager and self.held.of_shared(args, kwargs):
+            self.abandon(f"{name_of(function)} of a parameter or a buffer")
+        if self.pending and changes and self.held.by(self.pending, self.solos, args, kwargs):
             self.flush()
         return function(*known(args), **known(kwargs)) if state & 4 or self.eager else function(*args, **kwargs)
 
@@ -194,7 +204,9 @@ class Recorder(TorchFunctionMode):
             del run.inputs[inputs:]
             run.slots = {name: s for name, s in run.slots.items() if s.number < inputs}
             run.height, run.stage = before
-            return step.constant
+            # strides and the like are those of types only where the tensor is not there yet
+            waiting = next(lazy_values((args, kwargs)), None)
+            return step.constant if waiting is not None else function(*args, **kwargs)
         run.at = step
         values = run.values
         first = len(values)
@@ -233,7 +245,7 @@ class Recorder(TorchFunctionMode):
             if shared is not None:
                 return shared
             found = run.slots.get(id(a))
-            return found if found is not None else self._input(run, a, meta_of(a))
+            return found if found is not None else self._input(run, a := settled(a), meta_of(a))
         if kind is slice:
             return (SLICE, *[self._encode(run, b) for b in (a.start, a.stop, a.step)])
         if kind is dict:
@@ -260,6 +272,8 @@ class Recorder(TorchFunctionMode):
         self.events += 1
         if why in (cells.IN_PLACE, cells.EFFECT):
             self.abandon(f"{name_of(function)} {why}")
+        elif exposes(function) and any(type(a.source) is Run for a in lazy_values((args, kwargs))):
+            self.abandon(f"{name_of(function)} of a value", lasting=False)  # the value may be a view of another one
         elif why not in ("", cells.LOOK):
             self.note(f"{name_of(function)} within a recursion: {why}; PyTorch runs it")
         return function(*known(args), **known(kwargs))
@@ -334,25 +348,11 @@ class Recorder(TorchFunctionMode):
             return self._at_once(function, args, kwargs, why)
         stage = columns.use(list(lazy_values((args, kwargs)) if joined is None else args[0]))
         self.events += 1
-        solo = Solo(self, function, args, kwargs, stage)
+        solo = Solo(self, function, all_settled(args), all_settled(kwargs), stage)
         value = lazy_of(solo, 0, result)
         solo.values.append(value)
         self.solos.append(solo)
         return value
-
-    def _pick(self, tensor: Any, index: Any) -> Lazy | None:
-        """A slice of a tensor that has a gradient, whose position is data; None for other subscripts."""
-        length = len(tensor) if tensor.ndim else 0
-        if type(index) is slice and index.step in (None, 1):
-            start, stop, _ = index.indices(length)
-            if stop - start <= 0:
-                return None
-            shape, pick = (stop - start, *tensor.shape[1:]), Pick(tensor, start, stop - start)
-        elif type(index) is int and -length <= index < length:
-            shape, pick = tuple(tensor.shape[1:]), Pick(tensor, index % length, None)
-        else:
-            return None
-        return lazy_of(pick, 0, meta(shape, tensor.dtype, tensor.device, torch.is_grad_enabled()))
 
     # ---- looks --------------------------------------------------------------------------------------------------
     def demanded(self, run: Run, value: Lazy) -> torch.Tensor:
@@ -380,13 +380,20 @@ class Recorder(TorchFunctionMode):
                     if solo.stage == stage:
                         self._run_solo(solo)
                 if runs := by_stage.get(stage):
-                    compiled = self.structures.programs
-                    batch = None if compiled is None else compiled.run(self.structures, runs)
-                    if batch is None:
-                        _with_tensors(runs)
-                        for why in dict.fromkeys(g.cell.alone for g in Forest(self.structures, runs).groups):
-                            if why:
-                                self.note(f"calls of a recursion that PyTorch runs one by one: {why}")
+                    try:
+                        self._run(runs)
+                    except Exception:  # PyTorch's, of values
+                        self.failed = cells.failing(runs)
+                        raise
+
+    def _run(self, runs: list[Run]) -> None:
+        compiled = self.structures.programs
+        batch = None if compiled is None else compiled.run(self.structures, runs)
+        if batch is None:
+            cells.with_tensors(runs)
+            for why in dict.fromkeys(g.cell.alone for g in Forest(self.structures, runs).groups):
+                if why:
+                    self.note(f"calls of a recursion that PyTorch runs one by one: {why}")
 
     def _has_gradients(self) -> bool:
         """Whether something that is recorded has: user code may call for gradients where the caller does not."""
@@ -401,12 +408,15 @@ class Recorder(TorchFunctionMode):
         else:
             result = function(*gathered(function, args), **known(solo.kwargs))
         for value in solo.values:
-            value.value = result
+            set_value(value, result)
         solo.done()
 
-    def abandon(self, why: str) -> None:
-        """Compute what is recorded call by call, as PyTorch does, and run the rest of this forward pass in PyTorch."""
-        self.eager = why
+    def abandon(self, why: str, lasting: bool = True) -> None:
+        """Compute what is recorded call by call, as PyTorch does, and run the rest of this forward pass in PyTorch.
+
+        `lasting`: further ones as well.
+        """
+        self.eager, self.lasting = why, lasting
         self.last = {}
         self.events += 1
         self.note(f"{why} within a recursion; PyTorch runs the forward pass")
@@ -414,34 +424,11 @@ class Recorder(TorchFunctionMode):
             pending: list[Any] = self.pending
             solos: list[Any] = self.solos
             self.pending, self.solos = [], []
-            _with_tensors(pending)
+            cells.with_tensors(pending)
             for each in sorted([*pending, *solos], key=lambda r: (r.stage, r.height)):
                 if type(each) is Solo:
-                    each.values[0].value = each.function(*known(each.args), **known(each.kwargs))
+                    set_value(each.values[0], each.function(*known(each.args), **known(each.kwargs)))
                     each.done()
                 elif type(each) is Run:
                     each.sealed = True
                     cells.replay(each)
-
-
-def _with_tensors(runs: Iterable[Run]) -> None:
-    """Replace lists of numbers among inputs by the tensors that they stand for."""
-    for run in runs:
-        run.inputs = [torch.tensor(a) if type(a) is list else a for a in run.inputs]
-
-
-def computed(recorder: Recorder, found: Any) -> Any:
-    """A result of user code with tensors in place of lazy ones."""
-    import torch.utils._pytree as pytree
-
-    leaves, spec = pytree.tree_flatten(found)
-    lazies = [leaf for leaf in leaves if type(leaf) is Lazy]
-    for value in lazies:
-        if type(value.source) is Run:
-            value.source.use(value.index)
-    recorder.flush()
-    with outside(recorder.grad or any(value.meta.requires_grad for value in lazies)):
-        gathered(None, [lazies])
-        leaves = [known(leaf) if type(leaf) is Lazy else leaf for leaf in leaves]
-    recorder.traced.clear()  # which keeps frames, with what their calls refer to
-    return pytree.tree_unflatten(leaves, spec)

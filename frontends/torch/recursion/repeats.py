@@ -13,10 +13,12 @@ from typing import Any, TypeAlias
 import torch
 
 from daceml_train.frontends.torch.recursion import columns
-from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, meta_of, recording
+from daceml_train.frontends.torch.recursion.effects import settled
+from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, lazy_of, meta_of, recording
 from daceml_train.frontends.torch.recursion.runs import Run, Shared
+from daceml_train.frontends.torch.recursion.watches import ABSENT, Watch
 
-MISS = object()
+MISS = ABSENT
 """Stands for operands that a record was not made for."""
 
 
@@ -133,13 +135,20 @@ def returned(template: Any) -> Iterator[int]:
 
 
 def repeat(
-    at: Any, grad: bool, operands: Sequence[Operand], inputs: Sequence[Place], metas: Sequence[Meta], template: Any
+    at: Any,
+    grad: bool,
+    operands: Sequence[Operand],
+    inputs: Sequence[Place],
+    metas: Sequence[Meta],
+    template: Any,
+    watch: Watch | None = None,
 ) -> Callable[..., Any]:
     """A function of a recorder and a block's operands that records a run that ends in `at`.
 
     `inputs` tells where the run's inputs are; `metas` has the types of its values, and `template` what is returned.
+    `watch` has what the record depends on besides.
     """
-    native, guards = columns.native("record"), _native_guards(operands)
+    native, guards = columns.native("record"), _native_guards(operands, watch)
     if native is not None and guards is not None:
         used = frozenset(returned(template))
         places = tuple((*_pair(p), isinstance(operands[p.operand], Meta | list)) for p in inputs)
@@ -149,9 +158,10 @@ def repeat(
         )
         return function
     source = _Source({"Lazy": Lazy, "Run": Run, "MISS": MISS, "MethodType": types.MethodType})
-    source.names |= {"grad_enabled": torch.is_grad_enabled, "meta_of": meta_of}
+    source.names |= {"grad_enabled": torch.is_grad_enabled, "meta_of": meta_of, "settled": settled, "lazy_of": lazy_of}
     conditions = [f"grad_enabled() is {grad}"]
     conditions += [c for k, operand in enumerate(operands) for c in source.guards(k, operand)]
+    conditions += _unchanged(source, watch) if watch is not None else []
     lines = [f"if not ({' and '.join(conditions)}): return MISS", "height = stage = 0"]
     for place in inputs:
         if not isinstance(operands[place.operand], Meta | list):
@@ -167,18 +177,27 @@ def repeat(
     lines += ["run.slots = run.group = run.forest = None", "run.position = 0", "run.sealed = True"]
     lines.append(f"run.used = {source.name(frozenset(returned(template)))}")
     lines += ["run.height = height", "run.stage = stage", "recorder.pending.append(run)"]
-    lines.append(f"run.inputs = ({''.join(f'{_place(p)}, ' for p in inputs)})")
+    given = [f"settled({_place(p)})" if isinstance(operands[p.operand], Known) else _place(p) for p in inputs]
+    lines.append(f"run.inputs = ({''.join(f'{each}, ' for each in given)})")
     values = sorted(set(returned(template)))
     for k in values:
-        lines += [f"v{k} = Lazy()", f"v{k}.source = run", f"v{k}.index = {k}"]
-        lines += [f"v{k}.meta = {source.name(metas[k])}", f"v{k}.value = None"]
+        lines.append(f"v{k} = lazy_of(run, {k}, {source.name(metas[k])})")
     own = ", ".join(f"v{k}" if k in values else "None" for k in range(len(metas)))
     lines += [f"run.values = ({own},)", f"return {source.result(template)}"]
     return source.function("repeated", ["recorder", *_operands(len(operands))], lines)
 
 
+def _unchanged(source: _Source, watch: Watch) -> Iterator[str]:
+    """Conditions for what a record depends on besides its operands."""
+    native, whole = columns.native("unchanged"), source.name(watch)
+    if native is None or watch.entries or watch.functions:
+        yield f"{whole}.holds()"
+    else:
+        yield f"{source.name(native)}({watch.address}, {len(watch.dicts)})"
+
+
 # ---- native functions -----------------------------------------------------------------------------------------------
-LAZY, IS_LIST, NUMBERS, SAME, METHOD, SCALAR, AGAIN = range(7)
+LAZY, IS_LIST, NUMBERS, SAME, METHOD, SCALAR, AGAIN, UNCHANGED, ENTRY, CODE = range(10)
 """Kinds of guards in `runtime/native/records.h`."""
 
 
@@ -186,9 +205,13 @@ def _pair(place: Place) -> tuple[int, int]:
     return place.operand, -1 if place.element is None else place.element
 
 
-def _native_guards(operands: Sequence[Operand]) -> tuple[Any, ...] | None:
+def _native_guards(operands: Sequence[Operand], watch: Watch | None) -> tuple[Any, ...] | None:
     """Conditions for operands: kind, operand, element, count, object. None if one has no native form."""
     found: list[tuple[int, int, int, int, Any]] = []
+    if watch is not None:
+        found.append((UNCHANGED, 0, watch.address, len(watch.dicts), watch))
+        found += [(ENTRY, 0, 0, 0, each) for each in watch.entries]
+        found += [(CODE, 0, 0, 0, each) for each in watch.functions]
     for k, operand in enumerate(operands):
         if isinstance(operand, Meta):
             found.append((LAZY, k, -1, 0, operand))

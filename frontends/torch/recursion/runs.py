@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -35,13 +36,15 @@ def _slots(local: bool) -> list[Reference]:
     return [Reference(local, k) for k in range(64)]
 
 
+_LOCK = threading.Lock()
 LOCALS, INPUTS = _slots(True), _slots(False)
 
 
 def slot(table: list[Reference], number: int) -> Reference:
     """The one object that stands for a slot."""
     while number >= len(table):
-        table.append(Reference(table[0].local, len(table)))
+        with _LOCK:
+            table.append(Reference(table[0].local, len(table)))
     return table[number]
 
 
@@ -84,7 +87,7 @@ def constant(value: Any) -> Constant:
     key = (type(value), str(value))  # 0.0 and -0.0 differ, and NaN is NaN
     found = _CONSTANTS.get(key)
     if found is None:
-        found = _CONSTANTS[key] = Constant(value)
+        found = _CONSTANTS.setdefault(key, Constant(value))
     return found
 
 

@@ -12,19 +12,20 @@ import torch
 
 from daceml_train.frontends.torch.recursion.pure import Checker, methods_of, named
 from daceml_train.frontends.torch.recursion.state import SCALARS, all_hooked, hooked, of_torch
+from daceml_train.frontends.torch.recursion.watches import Reads
 
 _REFUSED = object()
 _INDEXED = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential, torch.nn.ParameterList)
 
 
-def only_computes(a: Any, modules: Collection[int]) -> bool:
+def only_computes(a: Any, modules: Collection[int], reads: Reads) -> bool:
     """Whether calling an operand only computes: a module of PyTorch without hooks, or a method of such statements.
 
-    All that it depends on belongs to `modules`, which are given by their identities.
+    All that it depends on belongs to `modules`, which are given by their identities; `reads` receives it.
     """
     if isinstance(a, torch.nn.Module):
-        return _module_computes(a, modules)
-    return not isinstance(a, types.MethodType) or _Method(a, modules, ()).computes()
+        return _module_computes(a, modules, reads)
+    return not isinstance(a, types.MethodType) or _Method(a, modules, (), reads).computes()
 
 
 def called_computes(function: types.FunctionType, modules: Sequence[torch.nn.Module]) -> Callable[[ast.expr], bool]:
@@ -38,7 +39,7 @@ def called_computes(function: types.FunctionType, modules: Sequence[torch.nn.Mod
     def computes(node: ast.expr) -> bool:
         found = []
         for owner in owners or modules:
-            method = _Method(types.MethodType(function, owner), identities, ())
+            method = _Method(types.MethodType(function, owner), identities, (), Reads())
             value = method.read(node)
             if value is not _REFUSED or owners:
                 found.append(method.called_computes(value))
@@ -47,7 +48,9 @@ def called_computes(function: types.FunctionType, modules: Sequence[torch.nn.Mod
     return computes
 
 
-def _module_computes(a: torch.nn.Module, modules: Collection[int]) -> bool:
+def _module_computes(a: torch.nn.Module, modules: Collection[int], reads: Reads) -> bool:
+    for m in a.modules():
+        reads.module(m)
     return not all_hooked() and _of_library(torch.nn.Module.__call__) and all(
         id(m) in modules
         and of_torch(type(m))
@@ -64,12 +67,14 @@ def _of_library(function: Any) -> bool:
 
 
 class _Method:
-    """A bound method; `callers` are the functions that call it, one within the other."""
+    """A bound method; `callers` are the functions that call it, one within the other; `reads` receives what is read."""
 
-    def __init__(self, method: types.MethodType, modules: Collection[int], callers: tuple[Any, ...]) -> None:
+    def __init__(
+        self, method: types.MethodType, modules: Collection[int], callers: tuple[Any, ...], reads: Reads
+    ) -> None:
         self.owner: Any = method.__self__
         self.function: Any = method.__func__
-        self.modules, self.callers = modules, (*callers, method.__func__)
+        self.modules, self.callers, self.reads = modules, (*callers, method.__func__), reads
 
     def computes(self) -> bool:
         """Whether all statements only compute with tensors, from what is given, and from the state of modules."""
@@ -82,6 +87,8 @@ class _Method:
         if any(type(d) not in SCALARS for d in defaults):
             return False
         self.checker = Checker(function)
+        self.reads.function(function)
+        self.reads.files(function, self.checker.modules.intersection(function.__code__.co_names))
         self.locals = set(function.__code__.co_varnames).difference(self.checker.own)
         try:
             return all(map(self._statement, methods_of(function)))
@@ -122,9 +129,9 @@ class _Method:
     def called_computes(self, value: Any) -> bool:
         """Whether calling what was read, or computing with it, only computes."""
         if isinstance(value, torch.nn.Module):
-            return _module_computes(value, self.modules)
+            return _module_computes(value, self.modules, self.reads)
         if isinstance(value, types.MethodType):
-            return _Method(value, self.modules, self.callers).computes()
+            return _Method(value, self.modules, self.callers, self.reads).computes()
         return value is not _REFUSED
 
     def read(self, node: ast.expr) -> Any:
@@ -145,6 +152,8 @@ class _Method:
         kind: Any = type(module)
         if id(module) not in self.modules:
             return _REFUSED
+        if of_torch(kind):
+            self.reads.module(module)
         if isinstance(node, ast.Subscript):
             assert isinstance(node.slice, ast.Constant)
             return module[node.slice.value] if kind in _INDEXED else _REFUSED  # type: ignore[index]
@@ -152,6 +161,7 @@ class _Method:
         if not usual:
             return _REFUSED
         name, own = node.attr, vars(module)
+        self.reads.attribute(module, name)
         if name in own:
             plain = of_torch(kind) and type(own[name]) in (*SCALARS, tuple)
             return own[name] if plain else _REFUSED

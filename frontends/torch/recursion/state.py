@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as base
 
+from daceml_train.frontends.torch.recursion.watches import Contents
+
 SCALARS = (int, float, bool, str, type(None))
 _OWN = frozenset(vars(torch.nn.Module())) - {"training"}
 """What each module has, beside `training`: tables of parameters, of modules, and of hooks."""
@@ -61,10 +63,11 @@ def hooked_at_results(modules: Iterable[torch.nn.Module]) -> bool:
     return any(m._backward_hooks and m._is_full_backward_hook is False for m in modules)
 
 
-def state_of(model_modules: Sequence[torch.nn.Module]) -> State:
+def state_of(model_modules: Sequence[torch.nn.Module], contents: Contents) -> State:
     """The state of modules: methods of classes, parameters, modules, hooks, and the rest of PyTorch's own."""
-    found: list[Any] = [torch.get_default_dtype(), Identity(torch.nn.Module.__call__), all_hooked()]
-    for kind in dict.fromkeys(map(type, model_modules)):
+    kinds = tuple(dict.fromkeys(map(type, model_modules)))
+    found: list[Any] = [torch.get_default_dtype(), contents.of(tuple(filter(of_torch, kinds))), all_hooked()]
+    for kind in kinds:
         found += _of_class(kind)
     for m in model_modules:
         found += _of_module(m)
