@@ -44,7 +44,9 @@ def add(commands: Any) -> None:
     )
     bisect.add_argument("model", metavar="FILE.py:FACTORY", help="as for report; loss and optimizer are not used")
     bisect.add_argument("--folder", type=Path, default=Path("bisect"), help="for the script (default: bisect)")
-    bisect.add_argument("--pipeline", type=Path, metavar="FILE", help="a pipeline as JSON or text")
+    bisect.add_argument(
+        "--pipeline", default="training", metavar="FILE", help="a pipeline's file, or training, inference, none"
+    )
     bisect.set_defaults(run=_bisect)
 
 
@@ -86,11 +88,11 @@ def _explain_node(options: argparse.Namespace) -> int:
 
 def _bisect(options: argparse.Namespace) -> int:
     from daceml_train.debug import bisect
-    from daceml_train.transformations.pipelines import TRAINING
 
+    pipeline = pipeline_named(options.pipeline)
     model, inputs = called_with(options.model)
     say("comparing every stage with PyTorch in float64")
-    found = bisect(model, *inputs, pipeline=options.pipeline or TRAINING, folder=options.folder)
+    found = bisect(model, *inputs, pipeline=pipeline, folder=options.folder)
     say("")
     print(found)
     return 1 if found else 0
