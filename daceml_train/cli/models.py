@@ -107,6 +107,8 @@ def check_given(options: argparse.Namespace) -> None:
     """Look at what a command was given before anything is imported. Raises `Failure` for a file that is missing."""
     model: str | None = getattr(options, "model", None)
     _check_inputs(options, model or "")
+    if model is not None and model.endswith(".json") and not Path(model).is_file():
+        raise Failure(f"there is no file {model}")
     if model is not None and model.endswith(".onnx"):
         if not Path(model).is_file():
             raise Failure(f"there is no ONNX file {model}")
@@ -150,9 +152,9 @@ def onnx_model(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
         raise Failure(str(error)) from None
 
 
-def called_with(place: str) -> tuple[Any, tuple[Any, ...]]:
+def called_with(place: str, options: argparse.Namespace | None = None) -> tuple[Any, tuple[Any, ...]]:
     """The model of a factory and its arguments: of a training step, its first input."""
-    model, inputs, *training = made_by(place)
+    model, inputs, *training = made_by(place, options)
     return model, as_tuple(as_tuple(inputs)[0] if training else inputs)
 
 

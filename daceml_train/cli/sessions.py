@@ -132,7 +132,8 @@ def _compared(options: argparse.Namespace) -> Any:
     if all(reports):
         return difference(Path(options.a), Path(options.b))
     if any(reports):
-        raise Failure("a report is compared with a report")
+        one, other = (options.a, options.b) if reports[0] else (options.b, options.a)
+        raise Failure(f"a report is compared with a report: {one} is one, and {other} is not")
     if options.html is not None:
         raise Failure("--html is for two reports: write them with `daceml-train report MODEL --json FILE`")
     a, b = pipeline_named(options.a), pipeline_named(options.b)

@@ -14,8 +14,9 @@ import torch
 
 from daceml_train.driver.background import BackgroundStep, When
 from daceml_train.driver.by_torch_compile import backend_of_call
+from daceml_train.driver.checking import check_flag, check_scaler
 from daceml_train.driver.distribution import Mesh, ranks_of, unwrapped, warn_of_others
-from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction
+from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction, check_parts
 from daceml_train.driver.module import optimized
 from daceml_train.driver.on_ranks import Sharding, Sharing, Sparse
 from daceml_train.driver.options import OptionKeywords, Options, ScheduleKind, chosen, current, takes_options
@@ -127,6 +128,9 @@ def training_step(
     ranks = ranks_of(mesh, model)
     sharing = Sharing(ranks, shard, sparse, sync_batch_norm, bucket, wrapper)
     settings = dataclasses.replace(settings, pipeline=sharing.passes(settings.pipeline))
+    check_flag("keep_gradients", keep_gradients)
+    check_flag("sync_batch_norm", sync_batch_norm)
+    check_parts(micro_batches, reduction)
     _check_together(keep_gradients, micro_batches, mesh, shard, compile)
     own = (model, loss, optimizer, settings), (clipping, scaler, schedule)
     step = _step_of(*own, compile, keep_gradients, micro_batches, reduction)
@@ -172,8 +176,7 @@ def _check_together(keep_gradients: bool, micro_batches: int, mesh: Mesh, shard:
 
 
 def _check_given(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise Invalid(f"scaler is a torch.amp.GradScaler, given {type(scaler).__name__}")
+    check_scaler(scaler)
     closure = inspect.signature(optimizer.step).parameters.get("closure") if hasattr(optimizer, "step") else None
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise Invalid(
@@ -243,7 +246,7 @@ absent_gradients.break_for(backend)
 
 def _of_mode(mode: str | None) -> dict[str, Any]:
     """The options that a mode of `torch.compile` stands for. Raises `Invalid` for an unknown one."""
-    if mode is not None and mode not in MODES:
+    if mode is not None and (not isinstance(mode, str) or mode not in MODES):
         raise Invalid(f"mode is one of {', '.join(MODES)}, given {mode!r}{nearest(str(mode), MODES)}")
     return MODES[mode or "default"]
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
 from daceml_train.driver.binding import input_tensors
-from daceml_train.errors import Unsupported
+from daceml_train.errors import Invalid, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.capture.rng_draws import Randomness
-from daceml_train.frontends.torch.dynamo.tracing import reason, traced, tracing
+from daceml_train.frontends.torch.dynamo.tracing import describe, reason, traced, tracing
 from daceml_train.ops.operator import Origin
 
 
@@ -104,6 +104,9 @@ def capture_call(
             traced(type(model).forward, model, backend, **options)(*inputs, **(keywords or {}))
     except CaptureDone as stop:
         return CapturedCall.of(stop.captured, stop.arguments)
+    except TorchRuntimeError as error:
+        message = f"{type(model).__name__} cannot be called with {describe(inputs)}: {reason(error)}"
+        raise Invalid(message) from error
     except TorchDynamoException as error:
         raise Unsupported(
             f"the model is not one graph: {reason(error)}", advice="`daceml-train explain` lists what breaks it"

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from daceml_train import logs
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.capture_only import capture_call
-from daceml_train.driver.checking import forwards_of, same_forwards
+from daceml_train.driver.checking import check_module, forwards_of, same_forwards
 from daceml_train.driver.events import first_line
 from daceml_train.driver.faster import SLOWER, SLOWER_LEVELS, FasterModule
 from daceml_train.driver.forests import Forests
@@ -210,8 +210,7 @@ def optimized(module: torch.nn.Module, options: Settings, backend: Backend | Non
 
     Names in `state_dict` are unchanged; the original stays usable. Nothing is compiled before the first call.
     """
-    if not isinstance(module, torch.nn.Module):
-        raise Invalid(f"optimize takes a torch.nn.Module, given {type(module).__name__}")
+    check_module("optimize", module)
     if isinstance(module, torch._dynamo.OptimizedModule):  # by `torch.compile`, in whose place this one compiles
         module = module._orig_mod
     module = original(module)

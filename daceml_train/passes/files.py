@@ -48,7 +48,7 @@ def from_json(text: str) -> dict[str, tuple[Pass, ...]]:
     """The passes of each level in JSON with or without format and version."""
     try:
         entries = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise Invalid(f"the pipeline is not JSON: {error}") from None
     if isinstance(entries, dict) and {"kind", "functions", "breaks"} <= entries.keys():
         advice = "`daceml-train diff` compares reports; Session.save and Pipeline.to_json write pipelines"

@@ -62,17 +62,15 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 def export_html(session: History, path: Path | str) -> Path:
     """Write a session as one page. Returns its path."""
-    path = Path(path)
     title = escape(session.subject.name)
     dark = "<style>@media (prefers-color-scheme:dark){body{background:#171b1e}}</style>"
-    path.write_text(
+    text = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">{dark}'
-        f"</head><body>{session_html(session)}</body></html>\n",
-        encoding="utf-8",
+        f"</head><body>{session_html(session)}</body></html>\n"
     )
-    return path
+    return write_text(path, text, "the page")
 
 
 def session_html(session: History) -> str:
