@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import onnx
 from onnx import TensorProto
 
-from daceml_train.errors import Invalid
+from daceml_train.errors import Invalid, nearest
 
 Trainable = Callable[[str], bool] | Iterable[str] | bool | None
 
@@ -76,7 +76,8 @@ def trainable(graph: onnx.GraphProto, choice: Trainable) -> set[str]:
         raise Invalid(f"trainable is names, a predicate over names, True, False or None, given {choice!r}")
     names = set(choice)
     if unknown := sorted(names - floats):
-        raise Invalid(f"trainable names {unknown[0]!r}, which is not a floating-point initializer of the model")
+        close = nearest(unknown[0], floats)
+        raise Invalid(f"trainable names {unknown[0]!r}, which is not a floating-point initializer of the model{close}")
     return names
 
 
