@@ -128,9 +128,6 @@ def training_step(
     ranks = ranks_of(mesh, model)
     sharing = Sharing(ranks, shard, sparse, sync_batch_norm, bucket, wrapper)
     settings = dataclasses.replace(settings, pipeline=sharing.passes(settings.pipeline))
-    check_flag("keep_gradients", keep_gradients)
-    check_flag("sync_batch_norm", sync_batch_norm)
-    check_parts(micro_batches, reduction)
     _check_together(keep_gradients, micro_batches, mesh, shard, compile)
     own = (model, loss, optimizer, settings), (clipping, scaler, schedule)
     step = _step_of(*own, compile, keep_gradients, micro_batches, reduction)
@@ -152,6 +149,7 @@ def _step_of(
     model, loss, optimizer, settings = given
     clipping, scaler, schedule = further
     _check_given(optimizer, scaler)
+    check_parts(micro_batches, reduction)
     if micro_batches != 1:
         count = micro_batches
         return MicroBatchedStep(model, loss, optimizer, settings, count, reduction, clipping, scaler, schedule)
@@ -162,6 +160,7 @@ def _step_of(
 
 
 def _check_together(keep_gradients: bool, micro_batches: int, mesh: Mesh, shard: Sharding, compiled: When) -> None:
+    check_flag("keep_gradients", keep_gradients)
     if compiled not in get_args(When):
         close = nearest(compiled, get_args(When)) if isinstance(compiled, str) else ""
         raise Invalid(f"compile is one of {', '.join(get_args(When))}, given {compiled!r}{close}")

@@ -82,6 +82,20 @@ def loss_of(output: Any) -> Any:
     return output["loss"] if isinstance(output, Mapping) else output.loss
 
 
+def check_loss(loss: Any) -> None:
+    """Raise `Invalid` for what has no gradient that a step can take."""
+    if not isinstance(loss, torch.Tensor):
+        advice = "return it as a tensor, without item() or float(), by itself; a step calls backward() on it"
+        raise Invalid(f"the loss is a tensor with one element, given {given_as(loss)}", advice=advice)
+    if loss.numel() != 1:
+        advice = "reduce it: reduction='mean', loss.mean(), loss.sum()"
+        raise Invalid(f"the loss is a tensor with one element, given shape {list(loss.shape)}", advice=advice)
+    if not loss.requires_grad:
+        inference = torch.is_inference_mode_enabled()
+        advice = "no parameter that it depends on requires a gradient; look for frozen parameters, detach(), no_grad()"
+        raise Invalid("the loss has no gradient", advice="leave torch.inference_mode()" if inference else advice)
+
+
 def device_of(model: torch.nn.Module, by_name: Mapping[str, torch.Tensor], flat: Sequence[Any]) -> Device:
     """The device of all inputs. Raises `Invalid` that names two inputs on different ones."""
     position = {id(leaf): f"argument {i}" for i, leaf in enumerate(flat)}

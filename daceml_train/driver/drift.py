@@ -1,4 +1,4 @@
-"""What lets the ranks of a step drift apart: parameters, or their gradients, that depend on a rank's part of the batch."""
+"""What lets ranks drift apart: parameters, or their gradients, that depend on a rank's own part of the batch."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch._dynamo
 from torch._dynamo.exc import SkipFrame, TorchDynamoException
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 
 from daceml_train import logs
@@ -211,6 +212,8 @@ def optimized(module: torch.nn.Module, options: Settings, backend: Backend | Non
     Names in `state_dict` are unchanged; the original stays usable. Nothing is compiled before the first call.
     """
     check_module("optimize", module)
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # its class changes with them
+        raise Invalid(f"the parameters of the {type(module).__name__} have no sizes yet", advice="call it once before")
     if isinstance(module, torch._dynamo.OptimizedModule):  # by `torch.compile`, in whose place this one compiles
         module = module._orig_mod
     module = original(module)

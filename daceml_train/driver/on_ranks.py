@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from daceml_train.analysis.links import Link
+from daceml_train.driver.checking import check_flag
 from daceml_train.driver.distribution import begin_as_equals, check_wrapper, rows_of
 from daceml_train.driver.drift import check_embeddings, drift, drift_in_pieces
 from daceml_train.driver.fully_sharded import FullySharded, make_state
@@ -22,7 +23,7 @@ from daceml_train.driver.module import state_of
 from daceml_train.driver.pieces import InPieces
 from daceml_train.driver.sharded_embedding import ShardedEmbedding, sharded_embeddings
 from daceml_train.errors import Invalid, Unsupported
-from daceml_train.graph.graph import Graph, Role
+from daceml_train.graph.graph import Graph
 from daceml_train.ops.collective import shard_size
 from daceml_train.ops.embedding import Embedding, EmbeddingBag
 from daceml_train.passes.base import Pass
@@ -74,6 +75,7 @@ class Sharing:
             if value not in kinds:
                 words = ", ".join(repr(kind) for kind in kinds)
                 raise Invalid(f"{name} is one of {words}, given {value!r}")
+        check_flag("sync_batch_norm", self.sync_batch_norm)
         number = isinstance(self.bucket, int) and not isinstance(self.bucket, bool) and self.bucket >= 1
         if not number and not isinstance(self.bucket, Link):
             raise Invalid(f"bucket is a positive number of bytes, given {self.bucket!r}")
@@ -206,7 +208,11 @@ class OnRanks(InPieces):
 
     def _loss_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any], compiled: bool = True) -> torch.Tensor:
         loss = None if self._drift else super()._loss_in_pieces(key, inputs, targets, compiled)
-        if self.ranks is not None and (state := state_of(self.pieces)) is not None and state.backend.graphs != self._seen:
+        if (
+            self.ranks is not None
+            and (state := state_of(self.pieces)) is not None
+            and state.backend.graphs != self._seen
+        ):
             self._drift, self._seen = self._drift or drift_in_pieces(state.backend), state.backend.graphs
         if self._drift or loss is None:
             raise Invalid(self._drift)

@@ -49,7 +49,9 @@ class Size(int):
     def __iter__(self) -> Iterator[Any]:
         if state.stages is not None and not _in_for():
             message = "a size is looped over by something other than a for"
-            raise Invalid(message, where=location(), advice="write a for of its own for each size, without zip or enumerate")
+            raise Invalid(
+                message, where=location(), advice="write a for of its own for each size, without zip or enumerate"
+            )
         return self._indices()  # later: Python calls iter() of the outermost `for` before `array` is entered
 
     def _indices(self) -> Iterator[Any]:

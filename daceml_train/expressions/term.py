@@ -69,7 +69,7 @@ class Term:
         raise Invalid(
             "an index expression has no truth value",
             where=location(),
-            advice="write where(condition, a, b) instead of if, & | ~ instead of and, or, not, and maximum instead of max",
+            advice="write where(condition, a, b) instead of if, & | ~ instead of and, or, not, maximum instead of max",
         )
 
     def __index__(self) -> int:

@@ -13,7 +13,7 @@ import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,10 @@ def run_trials(
     more than `restarts` times in one stage, and where a trial raises an error. `progress` is told (stages done, stages
     in all).
     """
+    if not callable(make):
+        raise Invalid(f"make is a function that returns a daceml_train.Stages, given {type(make).__name__}")
+    if not isinstance(trials, Iterable) or isinstance(trials, Mapping):
+        raise Invalid(f"trials are a list of settings, given {type(trials).__name__}")
     rungs, listed = as_rungs(until), [dict(trial) for trial in trials]
     if workers < 1:
         raise Invalid(f"workers is a positive number of processes, given {workers!r}")

@@ -133,6 +133,13 @@ ARGUMENTS: list[tuple[Callable[[], object], str]] = [
     (lambda: dt.optimize(nn.Linear), "optimize takes a module, given the class Linear itself; make one: Linear(...)"),
     (lambda: dt.optimize(3), "optimize takes a torch.nn.Module, given int"),
     (lambda: dt.optimize(nn.Linear(3, 2), mode=[]), "mode is one of default, reduce-overhead"),  # type: ignore[arg-type]
+    (lambda: dt.optimize(nn.LazyLinear(3)), "the parameters of the LazyLinear have no sizes yet; call it once before"),
+    (lambda: dt.to_sdfg(nn.Linear(3, 2)), "Linear does not take 0 inputs: missing a required argument: 'input'"),
+    (lambda: dt.export_html(3, "page.html"), "export_html takes a session, given int"),  # type: ignore[arg-type]
+    (lambda: dt.torch_function(3, "a::b"), "torch_function takes a class of operators, given 3"),  # type: ignore[arg-type]
+    (lambda: dt.torch_function(dt.Operator, 3), "3 is no name of a PyTorch operator; expected"),  # type: ignore[arg-type]
+    (lambda: dt.run_trials(3, [], 5), "make is a function that returns a daceml_train.Stages, given int"),  # type: ignore[arg-type]
+    (lambda: dt.run_trials(print, {}, 5), "trials are a list of settings, given dict"),  # type: ignore[arg-type]
     (lambda: _new(model=nn.Linear), "model must be a torch.nn.Module, given the class Linear itself"),
     (lambda: _new(loss=nn.MSELoss), "loss must be callable or None, given the class MSELoss itself; pass MSELoss()"),
     (lambda: _new(optimizer=torch.optim.SGD), "must be a torch.optim.Optimizer, given the class SGD itself"),
@@ -167,7 +174,7 @@ def test_arguments_of_another_type_are_named(call: Callable[[], object], sentenc
 @pytest.mark.parametrize(
     ("inputs", "given", "sentence"),
     [
-        (2, {}, "Linear does not take 2 inputs: too many positional arguments; pass loss= where the last ones are"),
+        (2, {}, "Linear does not take 2 inputs: too many positional arguments; targets are for a loss, loss="),
         (0, {}, "Linear does not take 0 inputs: missing a required argument: 'input'; pass the model's inputs"),
         (1, {"optimizer": True}, "loss=None uses the result's `loss`, and the model's result has none; pass loss="),
         (2, {"optimizer": False, "loss": nn.functional.mse_loss}, "updates no parameter that the loss depends on"),

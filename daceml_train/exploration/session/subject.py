@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -89,7 +88,6 @@ class Subject:
             raise Invalid("a session looks at parts of a batch with reduction='mean' or 'sum', given 'batch'")
         try:
             if loss is None and optimizer is None:
-                _check_inputs(model, inputs)
                 seen = capture_call(model, inputs, options.randomness)
                 wrt = tuple(name for name, tensor in seen.tensors.items() if tensor.requires_grad)
                 return Subject(model, tuple(inputs), None, None, seen, (), wrt)
@@ -181,18 +179,6 @@ class Subject:
 
     def _with_gradients(self, forward: Graph) -> WithGradients:
         return with_gradients(forward, self.wrt, differentiable_outputs(self.seen.captured))
-
-
-def _check_inputs(model: torch.nn.Module, inputs: Sequence[Any]) -> None:
-    """Raise `Invalid` for a number of inputs that the module does not take."""
-    try:
-        inspect.signature(model.forward).bind(*inputs)
-    except TypeError as error:
-        advice = "pass loss= where the last ones are targets" if inputs else "pass the model's inputs"
-        message = f"{type(model).__name__} does not take {len(inputs)} inputs: {error}"
-        raise Invalid(message, advice=advice) from None
-    except ValueError:  # it has no signature that can be read
-        return
 
 
 def _any_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:

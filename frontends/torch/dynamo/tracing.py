@@ -290,10 +290,16 @@ def reason(error: BaseException, ours: bool = False) -> str:
     return text if " (at " in text else text + where
 
 
+SHOWN = 16
+"""The most arguments that a message describes."""
+
+
 def describe(arguments: Sequence[Any]) -> str:
     """The arguments of a call, for error messages."""
     leaves = pytree.tree_leaves(list(arguments))
-    return ", ".join(f"argument {i}: {_describe(leaf)}" for i, leaf in enumerate(leaves)) or "no argument"
+    shown = [f"argument {i}: {_describe(leaf)}" for i, leaf in enumerate(leaves[:SHOWN])]
+    shown += [f"and {len(leaves) - SHOWN} more"] if len(leaves) > SHOWN else []
+    return ", ".join(shown) or "no argument"
 
 
 def _describe(leaf: Any) -> str:
