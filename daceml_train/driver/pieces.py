@@ -139,10 +139,11 @@ class InPieces(Clipped):
         if not updates:
             self._warn_once(
                 "a daceml_train training step updates nothing: no parameter of its optimizer has a gradient; "
-                "make the optimizer of the parameters of the model that is trained, after they are converted"
+                "make the optimizer of the parameters of the model that is trained, after they are converted",
+                level=8,
             )
 
-    def _warn_once(self, message: str) -> None:
+    def _warn_once(self, message: str, level: int = 7) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=7)
+            warnings.warn(message, stacklevel=level)
