@@ -140,7 +140,7 @@ class InPieces(Clipped):
             self._warn_once(
                 "a daceml_train training step updates nothing: no parameter of its optimizer has a gradient; "
                 "make the optimizer of the parameters of the model that is trained, after they are converted",
-                level=8,
+                level=9,
             )
 
     def _warn_once(self, message: str, level: int = 7) -> None:
