@@ -28,6 +28,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._dynamo.exc.SkipFrame",
         "torch._dynamo.exc.TensorifyScalarRestartAnalysis",
         "torch._dynamo.exc.TorchDynamoException",
+        "torch._dynamo.exc.TorchRuntimeError",
         "torch._dynamo.exc.UserError",
         "torch._dynamo.guards.CheckFunctionManager",
         "torch._dynamo.reset",

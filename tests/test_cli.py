@@ -27,6 +27,22 @@ def module():
 
 def wrong():
     return nn.Linear(4, 2)
+
+def needs(batch):
+    return nn.Linear(4, 2), torch.randn(batch, 4)
+
+def kind():
+    return nn.Linear, torch.randn(3, 4)
+
+def other_shape():
+    return nn.Linear(4, 2), torch.randn(3, 5)
+
+def without_targets():
+    model = nn.Linear(4, 2)
+    return model, torch.randn(3, 4), nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1)
+
+def loss_class():
+    return *without_targets()[:2], nn.MSELoss, without_targets()[3]
 """
 
 
@@ -184,12 +200,39 @@ def test_diff_of_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for part in ("a and b", "bytes moved", "600 B", "500 B", "−16.7 %", "gelu, mul", "0.03 ×", "aten.sort net.py:3"):
         assert part in text, part
     assert main(["diff", str(paths[0]), "training"]) == 2
-    assert "a report is compared with a report" in capsys.readouterr().err
+    assert f"a report is compared with a report: {paths[0]} is one, and training is not" in capsys.readouterr().err
+    for damaged in ({**REPORT, "functions": 3}, {**REPORT, "functions": [{"name": "step"}]}):
+        paths[1].write_text(json.dumps(damaged))
+        assert main(["diff", *map(str, paths)]) == 2
+        assert f"{paths[1]} is a damaged report, or one of another version" in capsys.readouterr().err
 
 
 def test_a_page_is_of_two_reports(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["diff", "training", "none", "--html", str(tmp_path / "both.html")]) == 2
     assert "--html is for two reports" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        ("replay {report} {model}:step", 1, "the file is a report, not a pipeline; `daceml-train diff` compares"),
+        ("replay trainig {model}:step", 1, "trainig is neither a pipeline's file nor one of training, inference"),
+        ("diff trainig none {model}:step", 2, "mixed_precision, none, did you mean 'training'?"),
+        ("bisect {model}:step --pipeline trainig", 1, "did you mean 'training'?"),
+        ("explain {model}:step --pipeline none", 2, "--pipeline and --code are about an operator: name it, --node"),
+        ("bisect {model}:step --folder {report}", 2, "{report} is a file, and expected to be a folder"),
+        ("bisect {model}:other_shape", 1, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x5 and 4x2)"),
+        ("diff {report} {report} --html /nowhere/both.html", 2, "/nowhere/both.html cannot be written"),
+        ("run {model}:step", 1, "run takes an ONNX model, FILE.onnx, given {model}:step"),
+    ],
+)
+def test_what_a_command_does_not_take_is_named(
+    model: str, tmp_path: Path, arguments: str, status: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"model": model, "report": str(tmp_path / "report.json")}
+    Path(names["report"]).write_text(json.dumps(REPORT))
+    assert main([argument.format(**names) for argument in arguments.split()]) == status
+    assert sentence.format(**names) in capsys.readouterr().err
 
 
 def test_explain_a_node(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,11 +263,19 @@ def test_explain_a_node(model: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         ("missing", "names no file and function; expected FILE.py:FACTORY"),
         ("missing.py:step", "there is no file missing.py"),
         ("missing.onnx", "there is no ONNX file missing.onnx"),
+        ("{model}:needs", "needs() of {model} has the parameter 'batch', and is called without arguments"),
+        ("{model}:kind", "kind() must return a torch.nn.Module first, and returned Linear"),
+        ("{model}:step --size batch=3", "--input and --size are for ONNX models, and the inputs of {model}:step are"),
+        ("{model}:step --tf32", "--tf32 is about a GPU that is not there: name it, --device NAME"),
+        ("{model}:without_targets", "the loss is called with the output and 0 targets: mse_loss() missing 1 required"),
+        ("{model}:other_shape", "RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x5 and 4x2) (in a call of"),
+        ("{model}:other_shape --no-eager", "daceml_train: the module was given argument 0: float32[3, 5]"),
+        ("{model}:loss_class", "loss must be callable or None, given the class MSELoss itself; pass MSELoss()"),
     ],
 )
 def test_report_of_what_is_not_there(model: str, place: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", place.format(model=model)]) == 1
-    assert reason in capsys.readouterr().err
+    assert main(["report", *place.format(model=model).split()]) in (1, 2)
+    assert reason.format(model=model) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -235,12 +286,15 @@ def test_report_of_what_is_not_there(model: str, place: str, reason: str, capsys
         (["replay", "missing.json", "{model}:step"], 1),
         (["bisect", "{model}:step", "--pipeline", "missing.json"], 1),
         (["explain", "missing.json:step"], 1),
+        (["simulate", "missing.json"], 1),
+        (["run", "{model}.onnx", "--input", "missing.json"], 1),
     ],
 )
 def test_a_missing_file_is_named_before_the_work(
     model: str, arguments: list[str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("daceml_train.cli.models.made_by", pytest.fail)
+    Path(f"{model}.onnx").write_text("")
     assert main([argument.format(model=model) for argument in arguments]) == status
     assert capsys.readouterr().err == "daceml-train: there is no file missing.json\n"
 

@@ -27,6 +27,9 @@ class Link:
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
+        numbers = (self.alpha, self.bandwidth, self.jitter)
+        if any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
+            raise Invalid(f"a link has numbers of seconds and of bytes per second, given {self}")
         if not (self.alpha >= 0 and self.bandwidth > 0 and self.jitter >= 0):
             raise Invalid(f"a link has a latency and jitter of at least 0 and a positive bandwidth, given {self}")
 

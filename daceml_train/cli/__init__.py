@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from daceml_train.cli import catalogue, debugging, doctor, reports, sessions, tuning
-from daceml_train.cli.failing import Failure, in_file_of_user
+from daceml_train.cli.failing import Failure, in_call_of_model, in_file_of_user
 from daceml_train.cli.models import check_given
 from daceml_train.storage.folders import DUMP, writable_folder
 
@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return failure.status
     except Exception as error:
         found = in_file_of_user(error, getattr(options, "model", None) or "")
+        found = found or in_call_of_model(error, getattr(options, "model", None) or "")
         if found is None:
             raise
         print(f"daceml-train: {found}", file=sys.stderr)
@@ -40,9 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def _written(options: argparse.Namespace) -> Iterator[None]:
     """Check where the command writes before it works, and dump what it compiles if that is asked for."""
-    for path in (getattr(options, name, None) for name in ("output", "json")):
+    for path in (getattr(options, name, None) for name in ("output", "json", "html")):
         if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK)):
             raise Failure(f"{path} cannot be written", 2)
+    for path in (getattr(options, name, None) for name in ("folder", "code")):
+        if path is not None and path.is_file():
+            raise Failure(f"{path} is a file, and expected to be a folder", 2)
     if getattr(options, "dump", None) is None:
         yield
         return

@@ -10,6 +10,9 @@ from daceml_train.cli.failing import Failure, say
 from daceml_train.cli.models import add_inputs, called_with
 from daceml_train.cli.sessions import pipeline_named, session_of
 
+TRAINING = "training"
+"""The pipeline unless one is named."""
+
 
 def add(commands: Any) -> None:
     """Register the commands."""
@@ -20,7 +23,7 @@ def add(commands: Any) -> None:
         "With --node: an operator of its training graph, with its module and source line, what it reads and writes, "
         "the passes that change it, the bytes that it moves after each level, and the kernels that run it.",
     )
-    explain.add_argument("model", metavar="FILE.py:FACTORY|FILE.onnx", help="as for report; ONNX with --node only")
+    explain.add_argument("model", metavar="FILE.py:FACTORY|FILE.onnx", help="as for report")
     add_inputs(explain)
     explain.add_argument(
         "--node",
@@ -29,7 +32,7 @@ def add(commands: Any) -> None:
     )
     explain.add_argument(
         "--pipeline",
-        default="training",
+        default=TRAINING,
         metavar="FILE",
         help="for --node: a pipeline's file, or training, inference, mixed_precision",
     )
@@ -44,18 +47,22 @@ def add(commands: Any) -> None:
     )
     bisect.add_argument("model", metavar="FILE.py:FACTORY", help="as for report; loss and optimizer are not used")
     bisect.add_argument("--folder", type=Path, default=Path("bisect"), help="for the script (default: bisect)")
-    bisect.add_argument("--pipeline", type=Path, metavar="FILE", help="a pipeline as JSON or text")
+    bisect.add_argument(
+        "--pipeline", default=TRAINING, metavar="FILE", help="a pipeline's file, or training, inference, none"
+    )
     bisect.set_defaults(run=_bisect)
 
 
 def _explain(options: argparse.Namespace) -> int:
     if options.node is not None:
         return _explain_node(options)
+    if options.code is not None or options.pipeline != TRAINING:
+        raise Failure("--pipeline and --code are about an operator: name it, --node NAME", 2)
     from rich.console import Console
 
     from daceml_train.debug import explain
 
-    model, inputs = called_with(options.model)
+    model, inputs = called_with(options.model, options)
     say("capturing")
     explanation = explain(model, *inputs)
     say("")
@@ -86,11 +93,11 @@ def _explain_node(options: argparse.Namespace) -> int:
 
 def _bisect(options: argparse.Namespace) -> int:
     from daceml_train.debug import bisect
-    from daceml_train.transformations.pipelines import TRAINING
 
+    pipeline = pipeline_named(options.pipeline)
     model, inputs = called_with(options.model)
     say("comparing every stage with PyTorch in float64")
-    found = bisect(model, *inputs, pipeline=options.pipeline or TRAINING, folder=options.folder)
+    found = bisect(model, *inputs, pipeline=pipeline, folder=options.folder)
     say("")
     print(found)
     return 1 if found else 0

@@ -6,6 +6,8 @@ import sys
 import traceback
 from pathlib import Path
 
+from daceml_train.errors import DacemlError
+
 
 class Failure(Exception):
     """Ends the command with this message and a status: 1, or one that the command chooses."""
@@ -39,3 +41,22 @@ def in_file_of_user(error: BaseException, place: str) -> str | None:
         return None
     where = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     return f"{where}:{line}: {type(error).__name__}: {error}\n{''.join(shown).rstrip()}"
+
+
+def in_call_of_model(error: BaseException, place: str) -> str | None:
+    """An error of this package's own, or one that PyTorch raised in a call of the model, as a sentence.
+
+    None for a defect: an error that neither the model nor what it was given explains.
+    """
+    if isinstance(error, DacemlError):
+        return str(error)
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    noted = [note for note in getattr(error, "__notes__", ()) if note.startswith("daceml_train: the ")]
+    called = noted or any("/torch/nn/" in file for file in files)
+    if not called or (_ours(files[-1]) and not isinstance(error, TypeError)):
+        return None
+    return "\n".join([f"{type(error).__name__}: {error} (in a call of the model of {place})", *noted])
+
+
+def _ours(file: str) -> bool:
+    return "/daceml_train/" in file and "/onnx/" not in file

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ def made_by(place: str, options: argparse.Namespace | None = None) -> tuple[Any,
     if options is not None and place.endswith(".onnx"):
         return onnx_model(options)
     path, name = file_and_function(place)
+    factory = _factory(path, name)
+    needed = [p.name for p in inspect.signature(factory).parameters.values() if _required(p)]
+    if needed:
+        raise Failure(f"{name}() of {path} has the parameter {needed[0]!r}, and is called without arguments")
+    return _checked(name, factory())
+
+
+def _factory(path: str, name: str) -> Callable[[], Any]:
+    """The function `name` of a Python file."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise Failure(f"{path} is not a Python file")
@@ -62,9 +72,23 @@ def made_by(place: str, options: argparse.Namespace | None = None) -> tuple[Any,
     if not callable(factory):
         own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == spec.name]
         raise Failure(f"{path} has no function {name!r}{nearest(name, own)}")
-    result = factory()
+    return factory  # type: ignore[no-any-return]
+
+
+def _required(parameter: inspect.Parameter) -> bool:
+    variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not variadic
+
+
+def _checked(name: str, result: Any) -> tuple[Any, ...]:
+    """What a factory returned. Raises `Failure` if it is no model with its inputs."""
+    import torch
+
     if not isinstance(result, tuple) or len(result) not in (2, 4):
         raise Failure(f"{name}() must return (module, inputs) or (module, inputs, loss, optimizer)")
+    if not isinstance(result[0], torch.nn.Module):
+        given = result[0].__name__ if isinstance(result[0], type) else f"an object of type {type(result[0]).__name__}"
+        raise Failure(f"{name}() must return a torch.nn.Module first, and returned {given}")
     return result
 
 
@@ -80,8 +104,11 @@ def file_and_function(place: str) -> tuple[str, str]:
 
 
 def check_given(options: argparse.Namespace) -> None:
-    """Look for the files that a command reads before anything is imported. Raises `Failure` for one that is missing."""
+    """Look at what a command was given before anything is imported. Raises `Failure` for a file that is missing."""
     model: str | None = getattr(options, "model", None)
+    _check_inputs(options, model or "")
+    if model is not None and model.endswith(".json") and not Path(model).is_file():
+        raise Failure(f"there is no file {model}")
     if model is not None and model.endswith(".onnx"):
         if not Path(model).is_file():
             raise Failure(f"there is no ONNX file {model}")
@@ -91,6 +118,21 @@ def check_given(options: argparse.Namespace) -> None:
         path = getattr(options, name, None)
         if path is not None and Path(path).suffix in (".json", ".txt", ".py") and not Path(path).is_file():
             raise Failure(f"there is no file {path}", 2 if name in ("a", "b") else 1)
+
+
+def _check_inputs(options: argparse.Namespace, model: str) -> None:
+    """Raises `Failure` for inputs and sizes that no ONNX model takes."""
+    named = [*getattr(options, "input", ()), *getattr(options, "size", ())]
+    if named and not model.endswith(".onnx"):
+        raise Failure(f"--input and --size are for ONNX models, and the inputs of {model} are those that it returns")
+    for text in getattr(options, "input", ()):
+        path = text.rpartition("=")[2]
+        if not Path(path).is_file():
+            raise Failure(f"there is no file {path}")
+    for text in getattr(options, "size", ()):
+        name, _, number = text.partition("=")
+        if not name or not (number.isascii() and number.isdecimal()):
+            raise Failure(f"--size takes NAME=N, given {text!r}")
 
 
 def onnx_model(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
@@ -104,17 +146,15 @@ def onnx_model(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
 
         files = [text.rpartition("=") for text in options.input]
         sizes = [text.partition("=") for text in options.size]
-        if bad := next((text for text in options.size if not text.partition("=")[2].isdigit()), ""):
-            raise Failure(f"--size takes NAME=N, given {bad!r}")
-        given = from_files(module, {name: Path(file) for name, _, file in files})
+        given = from_files(module, [(name, Path(file)) for name, _, file in files])
         return module, complete(module, given, {name: int(number) for name, _, number in sizes})
     except DacemlError as error:
         raise Failure(str(error)) from None
 
 
-def called_with(place: str) -> tuple[Any, tuple[Any, ...]]:
+def called_with(place: str, options: argparse.Namespace | None = None) -> tuple[Any, tuple[Any, ...]]:
     """The model of a factory and its arguments: of a training step, its first input."""
-    model, inputs, *training = made_by(place)
+    model, inputs, *training = made_by(place, options)
     return model, as_tuple(as_tuple(inputs)[0] if training else inputs)
 
 

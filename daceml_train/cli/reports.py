@@ -93,6 +93,8 @@ def add(commands: Any) -> None:
 def _report(options: argparse.Namespace) -> int:
     if options.device is not None:
         return _predicted(options)
+    if options.tf32:
+        raise Failure("--tf32 is about a GPU that is not there: name it, --device NAME", 2)
     report = _measured(options, eager=not options.no_eager)
     print(report)
     for path in (options.output, options.json):
@@ -248,6 +250,8 @@ def _compiled(
 
 def _eager(results: tuple[Any, ...]) -> Callable[[], object]:
     """The same in PyTorch, run once already."""
+    from daceml_train.driver.checking import loss_of
+
     say("counting what PyTorch moves")
     if len(results) == 2:
         module, inputs = results
@@ -262,7 +266,10 @@ def _eager(results: tuple[Any, ...]) -> Callable[[], object]:
                 output = module(**given)
             else:
                 output = module(*as_tuple(given))
-            value = loss(output, *targets) if loss is not None else output.loss
+            try:
+                value = loss(output, *targets) if loss is not None else loss_of(output)
+            except TypeError as error:  # of a call of the loss
+                raise Failure(f"the loss is called with the output and {len(targets)} targets: {error}") from error
             value.backward()
             optimizer.step()
 
@@ -276,6 +283,8 @@ def _run(options: argparse.Namespace) -> int:
 
     import daceml_train as dt
 
+    if not options.model.endswith(".onnx"):
+        raise Failure(f"run takes an ONNX model, FILE.onnx, given {options.model}")
     module, inputs = onnx_model(options)
     compiled = dt.optimize(module.eval())
     with torch.inference_mode():

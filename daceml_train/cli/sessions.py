@@ -9,6 +9,7 @@ from typing import Any
 
 from daceml_train.cli.failing import Failure, say
 from daceml_train.cli.models import add_inputs, as_tuple, made_by
+from daceml_train.errors import nearest
 
 _MODEL = (
     "as for report: a function that returns (module, inputs) or (module, inputs, loss, optimizer), or an ONNX model"
@@ -69,12 +70,11 @@ def _compiling(done: int, of: int) -> None:
 
 def _replay(options: argparse.Namespace) -> int:
     from daceml_train.errors import DacemlError
-    from daceml_train.passes.pipeline import Pipeline
     from daceml_train.transformations import catalog
 
     try:
         catalog.load()
-        pipeline = Pipeline.of(options.file)  # report an unreadable file before a model is captured
+        pipeline = pipeline_named(str(options.file))  # report an unreadable file before a model is captured
         session = session_of(options)
         say(f"applying {len(pipeline)} passes")
         replayed = session.replay(pipeline)
@@ -132,7 +132,8 @@ def _compared(options: argparse.Namespace) -> Any:
     if all(reports):
         return difference(Path(options.a), Path(options.b))
     if any(reports):
-        raise Failure("a report is compared with a report")
+        one, other = (options.a, options.b) if reports[0] else (options.b, options.a)
+        raise Failure(f"a report is compared with a report: {one} is one, and {other} is not")
     if options.html is not None:
         raise Failure("--html is for two reports: write them with `daceml-train report MODEL --json FILE`")
     a, b = pipeline_named(options.a), pipeline_named(options.b)
@@ -154,4 +155,8 @@ def pipeline_named(name: str) -> Any:
         "mixed_precision": MIXED_PRECISION,
         "none": Pipeline(),
     }
-    return known[name] if name in known else Pipeline.of(Path(name))
+    if name in known:
+        return known[name]
+    if not Path(name).is_file():
+        raise Failure(f"{name} is neither a pipeline's file nor one of {', '.join(known)}{nearest(name, known)}")
+    return Pipeline.of(Path(name))

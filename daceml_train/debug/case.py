@@ -11,13 +11,14 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._dynamo.exc import TorchDynamoException
 
 from daceml_train.analysis.interpret import interpret
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.module import original
-from daceml_train.errors import DacemlError
+from daceml_train.errors import DacemlError, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured, capture
-from daceml_train.frontends.torch.dynamo.tracing import traced, tracing
+from daceml_train.frontends.torch.dynamo.tracing import reason, traced, tracing
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.node import SEED
 from daceml_train.ops.operator import Array, Value
@@ -69,8 +70,12 @@ def cases(model: torch.nn.Module, inputs: Sequence[Any]) -> tuple[list[Case], li
         return run
 
     torch._dynamo.reset()
-    with tracing():
-        traced(type(model).forward, model, backend, dynamic=False)(*inputs)
+    try:
+        with tracing():
+            traced(type(model).forward, model, backend, dynamic=False)(*inputs)
+    except TorchDynamoException as error:
+        model(*inputs)  # where that fails too, the model is at fault, and PyTorch says so
+        raise Unsupported(f"the model cannot be captured: {reason(error)}") from error
     return found, missing
 
 

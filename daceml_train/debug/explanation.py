@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch._dynamo.exc import TorchDynamoException
 
+from daceml_train.driver.checking import check_module
 from daceml_train.driver.module import optimized, original, state_of
 from daceml_train.driver.recursion import recursion_of
 from daceml_train.driver.settings import Settings
@@ -126,6 +127,7 @@ def explain(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Explanatio
         name = type(model.model).__name__
         advice = "dt.report(step) says what the step runs; dt.debug.explain(step.model, *inputs) what its model is"
         raise Invalid(f"explain takes a module, given a training step of {name}", advice=advice)
+    check_module("explain", model)
     state = state_of(model)
     model = copy.deepcopy(original(model))
     explanation = Explanation(type(model).__name__)

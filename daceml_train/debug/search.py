@@ -21,6 +21,7 @@ from daceml_train.autodiff.partition import partition
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.debug.case import Case, array, cases, departs, eager, first_departing_node
 from daceml_train.debug.reproduction import excerpt, smallest, write
+from daceml_train.driver.checking import check_flag, check_module
 from daceml_train.driver.function import run_with_layout
 from daceml_train.driver.goals import compile_differentiable
 from daceml_train.driver.settings import Settings
@@ -33,6 +34,7 @@ from daceml_train.passes.base import Pass, checked, without_dead_code
 from daceml_train.passes.pipeline import Pipeline
 from daceml_train.runtime.cache import Cache
 from daceml_train.runtime.torch_types import torch_dtype
+from daceml_train.storage.named_by_user import path_of
 from daceml_train.tensor import DType
 from daceml_train.transformations.pipelines import TRAINING
 
@@ -85,7 +87,9 @@ def bisect(
     A copy of the model runs. A reproduction is written into `folder`. `code=False` skips generated code, which has to
     be compiled.
     """
-    search = _Search(Pipeline.of(pipeline), Path(folder), code)
+    check_module("bisect", model)
+    check_flag("code", code)
+    search = _Search(Pipeline.of(pipeline), path_of(folder, "folder"), code)
     found, missing = cases(model, inputs)
     search.result.notes += [f"a graph that is not compiled: {reason}" for reason in missing]
     for case in found:

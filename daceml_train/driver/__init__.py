@@ -14,8 +14,9 @@ import torch
 
 from daceml_train.driver.background import BackgroundStep, When
 from daceml_train.driver.by_torch_compile import backend_of_call
+from daceml_train.driver.checking import check_flag, check_scaler
 from daceml_train.driver.distribution import Mesh, ranks_of, unwrapped, warn_of_others
-from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction
+from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction, check_parts
 from daceml_train.driver.module import optimized
 from daceml_train.driver.on_ranks import Sharding, Sharing, Sparse
 from daceml_train.driver.options import OptionKeywords, Options, ScheduleKind, chosen, current, takes_options
@@ -148,6 +149,7 @@ def _step_of(
     model, loss, optimizer, settings = given
     clipping, scaler, schedule = further
     _check_given(optimizer, scaler)
+    check_parts(micro_batches, reduction)
     if micro_batches != 1:
         count = micro_batches
         return MicroBatchedStep(model, loss, optimizer, settings, count, reduction, clipping, scaler, schedule)
@@ -158,6 +160,7 @@ def _step_of(
 
 
 def _check_together(keep_gradients: bool, micro_batches: int, mesh: Mesh, shard: Sharding, compiled: When) -> None:
+    check_flag("keep_gradients", keep_gradients)
     if compiled not in get_args(When):
         close = nearest(compiled, get_args(When)) if isinstance(compiled, str) else ""
         raise Invalid(f"compile is one of {', '.join(get_args(When))}, given {compiled!r}{close}")
@@ -172,8 +175,7 @@ def _check_together(keep_gradients: bool, micro_batches: int, mesh: Mesh, shard:
 
 
 def _check_given(optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise Invalid(f"scaler is a torch.amp.GradScaler, given {type(scaler).__name__}")
+    check_scaler(scaler)
     closure = inspect.signature(optimizer.step).parameters.get("closure") if hasattr(optimizer, "step") else None
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise Invalid(
@@ -243,7 +245,7 @@ absent_gradients.break_for(backend)
 
 def _of_mode(mode: str | None) -> dict[str, Any]:
     """The options that a mode of `torch.compile` stands for. Raises `Invalid` for an unknown one."""
-    if mode is not None and mode not in MODES:
+    if mode is not None and (not isinstance(mode, str) or mode not in MODES):
         raise Invalid(f"mode is one of {', '.join(MODES)}, given {mode!r}{nearest(str(mode), MODES)}")
     return MODES[mode or "default"]
 

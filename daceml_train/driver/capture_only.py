@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
 from daceml_train.driver.binding import input_tensors
-from daceml_train.errors import Unsupported
+from daceml_train.errors import Invalid, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.capture.rng_draws import Randomness
-from daceml_train.frontends.torch.dynamo.tracing import reason, traced, tracing
+from daceml_train.frontends.torch.dynamo.tracing import describe, reason, traced, tracing
 from daceml_train.ops.operator import Origin
+from daceml_train.tensor import same
 
 
 class CaptureDone(Exception):
@@ -65,6 +68,9 @@ def loss_first(captured: Captured) -> Captured:
     losses = {o.index for o in found}
     if not losses:
         raise Unsupported("the loss is a view of a parameter or of an argument, or carries no gradient")
+    for loss in found:
+        if loss.view is None and not same(captured.graph.tensors[captured.graph.outputs[loss.index]].size, 1):
+            raise Unsupported("the loss is no single number")
     if len(captured.outputs) < 2:
         return captured
     if len(losses) > 1:
@@ -76,6 +82,29 @@ def loss_first(captured: Captured) -> Captured:
     graph.outputs = [graph.outputs[i] for i in order]
     outputs = tuple(replace(o, index=order.index(o.index)) if o.kind == "graph" else o for o in captured.outputs)
     return replace(captured, graph=graph, outputs=outputs)
+
+
+@contextlib.contextmanager
+def as_refusal(model: torch.nn.Module, arguments: Sequence[Any]) -> Iterator[None]:
+    """Raise `Invalid` where an operator does not take the sizes or types that it is given, as PyTorch would."""
+    try:
+        yield
+    except TorchRuntimeError as error:
+        message = f"{type(model).__name__} cannot be called with {describe(arguments)}: {reason(error)}"
+        raise Invalid(message) from error
+
+
+def _check_signature(model: torch.nn.Module, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Raise `Invalid` for inputs that the module does not take."""
+    try:
+        inspect.signature(model.forward).bind(*inputs, **keywords)
+    except TypeError as error:
+        advice = "targets are for a loss, loss=" if inputs else "pass the model's inputs"
+        count = len(inputs) + len(keywords)
+        message = f"{type(model).__name__} does not take {count} input{'s' * (count != 1)}: {error}"
+        raise Invalid(message, advice=advice) from None
+    except ValueError:  # it has no signature that can be read
+        return
 
 
 def capture_call(
@@ -98,9 +127,10 @@ def capture_call(
 
         return stop
 
+    _check_signature(model, inputs, keywords or {})
     options = {"dynamic": dynamic, "fullgraph": True}
     try:
-        with tracing(), torch.enable_grad():
+        with tracing(), torch.enable_grad(), as_refusal(model, inputs):
             traced(type(model).forward, model, backend, **options)(*inputs, **(keywords or {}))
     except CaptureDone as stop:
         return CapturedCall.of(stop.captured, stop.arguments)

@@ -21,14 +21,41 @@ def check_tensors(flat: Sequence[Any]) -> None:
             raise Invalid(f"argument {position} has layout {leaf.layout}, expected torch.strided")
 
 
+def given_as(value: Any) -> str:
+    """What kind of value an argument is, for messages."""
+    return f"the class {value.__name__} itself" if isinstance(value, type) else type(value).__name__
+
+
+def check_module(what: str, model: Any) -> None:
+    """Raise `Invalid` unless `what` is given a module."""
+    if isinstance(model, type) and issubclass(model, torch.nn.Module):
+        raise Invalid(f"{what} takes a module, given {given_as(model)}", advice=f"make one: {model.__name__}(...)")
+    if not isinstance(model, torch.nn.Module):
+        raise Invalid(f"{what} takes a torch.nn.Module, given {given_as(model)}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise `Invalid` for anything but True and False."""
+    if value is not True and value is not False:
+        raise Invalid(f"{name} is True or False, given {value!r}")
+
+
+def check_scaler(scaler: Any) -> None:
+    """Raise `Invalid` for anything but a scaler or None."""
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise Invalid(f"scaler is a torch.amp.GradScaler, given {given_as(scaler)}")
+
+
 def check(model: Any, loss: Any, optimizer: Any) -> None:
     """Raise `Invalid` for arguments of another type."""
     if not isinstance(model, torch.nn.Module):
-        raise Invalid(f"model must be a torch.nn.Module, given {type(model).__name__}")
+        raise Invalid(f"model must be a torch.nn.Module, given {given_as(model)}")
+    if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
+        raise Invalid(f"loss must be callable or None, given {given_as(loss)}", advice=f"pass {loss.__name__}()")
     if loss is not None and not callable(loss):
-        raise Invalid(f"loss must be callable or None, given {type(loss).__name__}")
+        raise Invalid(f"loss must be callable or None, given {given_as(loss)}")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise Invalid(f"optimizer must be a torch.optim.Optimizer, given {type(optimizer).__name__}")
+        raise Invalid(f"optimizer must be a torch.optim.Optimizer, given {given_as(optimizer)}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise Invalid(
             "LBFGS computes loss and gradients several times per step, which a training step does once",
@@ -53,6 +80,20 @@ def loss_of(output: Any) -> Any:
         shape = list(output.shape)
         raise Invalid(f"loss=None uses the result's `loss`, and the result is a tensor {shape}", advice=advice)
     return output["loss"] if isinstance(output, Mapping) else output.loss
+
+
+def check_loss(loss: Any) -> None:
+    """Raise `Invalid` for what has no gradient that a step can take."""
+    if not isinstance(loss, torch.Tensor):
+        advice = "return it as a tensor, without item() or float(), by itself; a step calls backward() on it"
+        raise Invalid(f"the loss is a tensor with one element, given {given_as(loss)}", advice=advice)
+    if loss.numel() != 1:
+        advice = "reduce it: reduction='mean', loss.mean(), loss.sum()"
+        raise Invalid(f"the loss is a tensor with one element, given shape {list(loss.shape)}", advice=advice)
+    if not loss.requires_grad:
+        inference = torch.is_inference_mode_enabled()
+        advice = "no parameter that it depends on requires a gradient; look for frozen parameters, detach(), no_grad()"
+        raise Invalid("the loss has no gradient", advice="leave torch.inference_mode()" if inference else advice)
 
 
 def device_of(model: torch.nn.Module, by_name: Mapping[str, torch.Tensor], flat: Sequence[Any]) -> Device:

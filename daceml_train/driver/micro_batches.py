@@ -26,7 +26,7 @@ from daceml_train.driver.options import ScheduleKind
 from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import Loss, TrainingStep
 from daceml_train.driver.whole import Wholes
-from daceml_train.errors import Invalid, Unsupported
+from daceml_train.errors import Invalid, Unsupported, nearest
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.optimizer import SGDUpdate
@@ -108,11 +108,7 @@ class MicroBatchedStep(_Part):
         scaler: torch.amp.GradScaler | None = None,
         schedule: ScheduleKind = "ahead_of_time",
     ) -> None:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise Invalid(f"micro_batches is a positive whole number, given {count!r}")
-        if reduction not in get_args(Reduction):
-            words = "'batch', 'mean' or 'sum'"
-            raise Invalid(f"reduction is {words}, given {reduction!r}")
+        check_parts(count, reduction)
         super().__init__(model, loss, optimizer, options, clipping=clipping, scaler=scaler, schedule=schedule)
         self.count, self.reduction = count, reduction
         self.share = {"batch": None, "mean": 1 / count, "sum": 1.0}[reduction]
@@ -217,6 +213,15 @@ class MicroBatchedStep(_Part):
         return total
 
 
+def check_parts(count: Any, reduction: Any) -> None:
+    """Raise `Invalid` for what is no number of parts, or no way to add up their losses."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise Invalid(f"micro_batches is a positive whole number, given {count!r}")
+    if reduction not in get_args(Reduction):
+        close = nearest(reduction, get_args(Reduction)) if isinstance(reduction, str) else ""
+        raise Invalid(f"reduction is 'batch', 'mean' or 'sum', given {reduction!r}{close}")
+
+
 def split(inputs: Any, targets: tuple[Any, ...], count: int) -> list[tuple[Any, tuple[Any, ...]]]:
     """(inputs, targets) of each part. Raises `Invalid` where a batch has no `count` equal parts."""
     leaves, form = pytree.tree_flatten((inputs, targets))
@@ -238,4 +243,4 @@ def split(inputs: Any, targets: tuple[Any, ...], count: int) -> list[tuple[Any, 
     return parts
 
 
-__all__ = ["MicroBatchedStep", "Reduction", "split"]
+__all__ = ["MicroBatchedStep", "Reduction", "check_parts", "split"]

@@ -13,12 +13,13 @@ from typing import Any, cast
 import torch
 import torch._dynamo
 from torch._dynamo.exc import SkipFrame, TorchDynamoException
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 
 from daceml_train import logs
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.capture_only import capture_call
-from daceml_train.driver.checking import forwards_of, same_forwards
+from daceml_train.driver.checking import check_module, forwards_of, same_forwards
 from daceml_train.driver.events import first_line
 from daceml_train.driver.faster import SLOWER, SLOWER_LEVELS, FasterModule
 from daceml_train.driver.forests import Forests
@@ -210,8 +211,9 @@ def optimized(module: torch.nn.Module, options: Settings, backend: Backend | Non
 
     Names in `state_dict` are unchanged; the original stays usable. Nothing is compiled before the first call.
     """
-    if not isinstance(module, torch.nn.Module):
-        raise Invalid(f"optimize takes a torch.nn.Module, given {type(module).__name__}")
+    check_module("optimize", module)
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # its class changes with them
+        raise Invalid(f"the parameters of the {type(module).__name__} have no sizes yet", advice="call it once before")
     if isinstance(module, torch._dynamo.OptimizedModule):  # by `torch.compile`, in whose place this one compiles
         module = module._orig_mod
     module = original(module)

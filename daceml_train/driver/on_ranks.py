@@ -15,13 +15,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from daceml_train.analysis.links import Link
-from daceml_train.analysis.reachability import descendants
+from daceml_train.driver.checking import check_flag
 from daceml_train.driver.distribution import begin_as_equals, check_wrapper, rows_of
+from daceml_train.driver.drift import check_embeddings, drift, drift_in_pieces
 from daceml_train.driver.fully_sharded import FullySharded, make_state
+from daceml_train.driver.module import state_of
 from daceml_train.driver.pieces import InPieces
 from daceml_train.driver.sharded_embedding import ShardedEmbedding, sharded_embeddings
 from daceml_train.errors import Invalid, Unsupported
-from daceml_train.graph.graph import Graph, Role
+from daceml_train.graph.graph import Graph
 from daceml_train.ops.collective import shard_size
 from daceml_train.ops.embedding import Embedding, EmbeddingBag
 from daceml_train.passes.base import Pass
@@ -73,6 +75,7 @@ class Sharing:
             if value not in kinds:
                 words = ", ".join(repr(kind) for kind in kinds)
                 raise Invalid(f"{name} is one of {words}, given {value!r}")
+        check_flag("sync_batch_norm", self.sync_batch_norm)
         number = isinstance(self.bucket, int) and not isinstance(self.bucket, bool) and self.bucket >= 1
         if not number and not isinstance(self.bucket, Link):
             raise Invalid(f"bucket is a positive number of bytes, given {self.bucket!r}")
@@ -110,6 +113,8 @@ class OnRanks(InPieces):
     """The inputs of the captured graph that are tables, and the most rows of each that any rank reads."""
     _drift: str = ""
     """Why ranks would not keep equal parameters."""
+    _seen = 0
+    """The graphs of a model in pieces that were looked at for that."""
     _divided_inputs: tuple[str, ...] = ()
     """The inputs of the captured graph that are parameters in `fully_shard`."""
     _rows_read: dict[int, int] | None = None
@@ -121,7 +126,7 @@ class OnRanks(InPieces):
         self._check_divided()
         if self.ranks is None:
             return
-        self._check_embeddings()
+        check_embeddings(self.model, self.loss)
         modules = [m for m in (self.model, self.loss) if isinstance(m, nn.Module)]
         told = {**options, **{f.name: getattr(sharing, f.name) for f in fields(sharing)}}
         del told["ranks"], told["wrapper"]
@@ -202,9 +207,16 @@ class OnRanks(InPieces):
         return super()._run_in_pieces(key, inputs, targets)
 
     def _loss_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any], compiled: bool = True) -> torch.Tensor:
-        if self._drift:
-            raise Invalid(self._drift, advice="change it between steps, on all ranks")
-        return super()._loss_in_pieces(key, inputs, targets, compiled)
+        loss = None if self._drift else super()._loss_in_pieces(key, inputs, targets, compiled)
+        if (
+            self.ranks is not None
+            and (state := state_of(self.pieces)) is not None
+            and state.backend.graphs != self._seen
+        ):
+            self._drift, self._seen = self._drift or drift_in_pieces(state.backend), state.backend.graphs
+        if self._drift or loss is None:
+            raise Invalid(self._drift)
+        return loss
 
     def _step_without_data(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
         """Take part in the collectives and in the update, with gradients that are zero.
@@ -291,26 +303,12 @@ class OnRanks(InPieces):
         self._tables = tuple(sorted((name, rows) for name, rows in known if rows))
 
     def _check_changes(self, graph: Graph, by_name: Mapping[str, torch.Tensor]) -> None:
-        """Refuse a model that changes a parameter by what is in the batch, which differs by rank: in pieces, too."""
-        if self.ranks is None or not (changed := [n for n in graph.writes if by_name[n].requires_grad]):
-            return
-        given = [name for name, entry in graph.inputs.items() if entry.role is Role.input]
-        of_batch = descendants(graph.nodes, given)
-        if found := [graph.inputs[name].path for name in changed if graph.writes[name] in of_batch]:
-            self._drift = f"the model changes {found[0]} by its batch, and ranks would drift apart"
-            raise Unsupported(self._drift)
-
-    def _check_embeddings(self) -> None:
-        """Raise `Invalid` for an embedding whose options depend on which rows a rank reads."""
-        for part in (self.model, self.loss):
-            for path, module in part.named_modules() if isinstance(part, nn.Module) else ():
-                if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                    continue
-                if module.max_norm is not None:
-                    advice = "scale the rows between steps, on all ranks"
-                    raise Invalid(f"{path} has max_norm: ranks scale the rows that they read alone", advice=advice)
-                if module.scale_grad_by_freq:
-                    raise Invalid(f"{path} has scale_grad_by_freq: a rank counts its own part of the batch alone")
+        """Refuse a model that changes a parameter, or scales its gradient, by what is in the batch, which differs by
+        rank: in pieces, too.
+        """
+        if self.ranks is not None and (why := drift(graph, lambda name: by_name[name].requires_grad)):
+            self._drift = why
+            raise Unsupported(why)
 
     def _gathers(self, table: torch.Tensor, rows: int) -> bool:
         """Whether rows of a table's gradient are exchanged if each rank reads so many of them."""

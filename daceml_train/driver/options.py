@@ -19,6 +19,7 @@ from daceml_train.plugins import OPERATORS, PASSES, load_plugins
 from daceml_train.renamed import warn
 from daceml_train.runtime.cache import Cache
 from daceml_train.storage.folders import cache_folder
+from daceml_train.storage.named_by_user import path_of
 from daceml_train.storage.remote import remote_cache
 from daceml_train.transformations.pipelines import INFERENCE, TRAINING
 
@@ -103,6 +104,9 @@ class Options:
         for name in ("pass_callback", "progress"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise Invalid(f"{name} is called while compiling, given {getattr(self, name)!r}")
+
+        if self.cache is not None:
+            path_of(self.cache, "cache")
 
     def __getstate__(self) -> dict[str, Any]:
         """Without `pass_callback` and `progress`, which belong to this process."""

@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from daceml_train import logs
-from daceml_train.driver.checking import loss_of
+from daceml_train.driver.checking import check_loss, loss_of
 from daceml_train.driver.clipped import Clipped
 from daceml_train.driver.distribution import reduce_in_pieces, rows_of
 from daceml_train.driver.faster import SLOWER, Faster
@@ -65,10 +65,12 @@ class InPieces(Clipped):
 
     def _train_in_pieces(self, loss: torch.Tensor, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
         """Gradients and update by PyTorch; the loss without its gradient."""
+        check_loss(loss)
         parameters = self._parameters()
         for parameter in parameters:
             parameter.grad = None
         self._backward_in_pieces(loss)
+        self._warn_of_nothing(any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]))
         self._update_in_pieces(rows_of(pytree.tree_leaves((inputs, targets))))
         if not self.keep_gradients:
             for parameter in parameters:
@@ -113,6 +115,7 @@ class InPieces(Clipped):
                 loss = self.loss(output, *targets)
             else:
                 loss = loss_of(output)
+            check_loss(loss)
         except Exception as error:
             self._at_fault(key, error, inputs, targets)
             raise
@@ -132,7 +135,16 @@ class InPieces(Clipped):
         if why is not None and state is not None and not state.backend.breaks:
             self._warn_once(f"daceml_train runs a training step in pieces: {why}")
 
-    def _warn_once(self, message: str) -> None:
+    def _warn_of_nothing(self, updates: bool) -> None:
+        """Warn once where a step `updates` nothing."""
+        if not updates:
+            self._warn_once(
+                "a daceml_train training step updates nothing: no parameter of its optimizer has a gradient; "
+                "make the optimizer of the parameters of the model that is trained, after they are converted",
+                level=9,
+            )
+
+    def _warn_once(self, message: str, level: int = 7) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=7)
+            warnings.warn(message, stacklevel=level)

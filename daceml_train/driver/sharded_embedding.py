@@ -37,8 +37,8 @@ class ShardedEmbedding(nn.Module):
         group = mesh.get_group() if isinstance(mesh, dist.device_mesh.DeviceMesh) else mesh
         if not isinstance(group, dist.ProcessGroup):
             raise Invalid(f"a ShardedEmbedding has a device mesh or a process group, given {type(mesh).__name__}")
-        if rows < 1 or columns < 1:
-            raise Invalid(f"a table has a positive number of rows and columns, given {rows} and {columns}")
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in (rows, columns)):
+            raise Invalid(f"a table has a positive number of rows and columns, given {rows!r} and {columns!r}")
         self.rows, self.columns, self.group_name, self.ranks = rows, columns, group.group_name, group.size()
         length = rows_on_rank(rows, self.ranks)
         self.weight = nn.Parameter(torch.empty(length, columns, device=device, dtype=dtype))

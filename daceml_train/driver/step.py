@@ -20,7 +20,7 @@ from daceml_train.driver.along_paths import DependsOnPython
 from daceml_train.driver.binding import input_tensors, laid_out, numbers_of, results_of, sizes_of
 from daceml_train.driver.bound_optimizer import changed_step
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
-from daceml_train.driver.capture_only import CapturedCall, CaptureDone, inside_module, loss_first
+from daceml_train.driver.capture_only import CapturedCall, CaptureDone, as_refusal, inside_module, loss_first
 from daceml_train.driver.checking import check, check_tensors, device_of, kind_of, loss_of, refuse_mixed_devices
 from daceml_train.driver.distribution import parallel_wrapper
 from daceml_train.driver.events import first_line
@@ -108,13 +108,12 @@ class TrainingStep(UserUpdates):
         self._steps: dict[Any, tuple[Captured, WholeStep]] = {}
         self._in_pieces: dict[Any, str] = {}
         self._start_in_pieces()
-        self._worked = ""
+        self._worked, self._captures = "", 0
         self._known: list[torch.Tensor] | None = None
         self._changes: dict[Any, int] = {}
         """Per kind of arguments how often the step was captured again because of what it assigned."""
         self._changed: dict[Any, str] = {}
         """Per kind of arguments what the last step assigned that its own capture depends on."""
-        self._captures = 0
         self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._hooks: list[int] | None = None
@@ -246,7 +245,7 @@ class TrainingStep(UserUpdates):
             looking = TrainingStep(self.model, self.loss, self.optimizer, self.options)
             looking.traces_user_code = False
             return looking.seen(inputs, *targets)
-        with self._lock, torch.enable_grad():
+        with self._lock, torch.enable_grad(), as_refusal(self.model, (inputs, *targets)):
             self._watch_hooks()
             try:
                 self._call_traced(inputs, targets)
@@ -403,6 +402,7 @@ class TrainingStep(UserUpdates):
             raise Unsupported("collectives of a step on a GPU", advice="they run around the compiled model")
         self._choose_tables(captured.graph, by_name)
         wanted = ([], []) if by_user and self.user_step is not None else self._wanted(by_name, given, by_user)
+        self._warn_of_nothing(bool(wanted[0]) or self.user_step is not None)
         step = self._compiled(captured, *wanted, device, further)
         for name, entry in step.state:
             if entry not in SCALER:

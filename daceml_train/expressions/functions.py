@@ -24,8 +24,8 @@ _ALIASES = {
 
 def _function(kind: str) -> Any:
     def function(*operands: Any) -> Any:
-        if any(isinstance(v, Term) for v in operands):
-            return apply(kind, *operands)
+        if any(isinstance(v, Term) for v in operands) or len(operands) != len(TABLE[kind].operands):
+            return apply(kind, *operands)  # which counts them
         arrays = [np.asarray(v) for v in operands]
         numeric = arrays[1:] if kind == "where" else arrays
         dtype = np.result_type(*numeric) if kind not in FLOATS else np.result_type(*numeric, np.float16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,8 @@ class Frame:
     def __init__(self, code: Any) -> None:
         self.code = code
         self.axes: list[Axis] = []
+        self.ended: list[tuple[Axis, str]] = []
+        """The axes whose loops have ended, and where."""
         self.sizes: list[int] = []
 
 
@@ -44,18 +47,35 @@ class Size(int):
     """A size. Iterating it yields one index while a function is traced; arithmetic keeps it a size."""
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator function: Python calls iter() of the outermost `for` before `array` is entered.
+        if state.stages is not None and not _in_for():
+            message = "a size is looped over by something other than a for"
+            raise Invalid(
+                message, where=location(), advice="write a for of its own for each size, without zip or enumerate"
+            )
+        return self._indices()  # later: Python calls iter() of the outermost `for` before `array` is entered
+
+    def _indices(self) -> Iterator[Any]:
         if not state.frames:
-            raise Invalid("a loop over a size outside of an expression", where=location(), advice="use range()")
+            advice = "loop over sizes in array(... for i in I), which is given no list, and elsewhere over range(...)"
+            raise Invalid("a loop over a size outside of array and total", where=location(), advice=advice)
         if state.stages is None:
             state.frames[-1].sizes.append(int(self))
             yield from range(int(self))
             return
+        if self < 0:
+            raise Invalid(f"a loop over the negative size {int(self)}", where=location())
         frame = state.frames[-1]
         names = targets(frame.code)
         axis = Axis(int(self), names[len(frame.axes)] if len(frame.axes) < len(names) else "")
         frame.axes.append(axis)
         yield at(axis)
+        frame.ended.append((axis, location()))
+
+
+def _in_for() -> bool:
+    """Whether a `for` asks for the iterator, and no call of `zip`, `enumerate`, or `list`."""
+    frame = sys._getframe(2)
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "GET_ITER"
 
 
 def _keep_size(name: str) -> None:

@@ -12,8 +12,10 @@ it works in a notebook and a debugger steps through it. Run on NumPy arrays (`re
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from daceml_train.errors import Invalid, Unsupported
@@ -41,7 +43,16 @@ from daceml_train.tensor import DType
 
 def size(n: int) -> Size:
     """A number as a size to loop over."""
-    return Size(n)
+    if isinstance(n, Term):
+        advice = "loop over the largest size, and choose: where(j < n, ..., 0)"
+        raise Invalid(f"size({n!r}) would differ from element to element", where=location(), advice=advice)
+    try:
+        number = operator.index(n)
+    except TypeError:
+        raise Invalid(f"size({n!r}): a size is an integer", where=location()) from None
+    if number < 0:
+        raise Invalid(f"size({number}) is negative", where=location())
+    return Size(number)
 
 
 class Operand:
@@ -174,11 +185,20 @@ def _first(generator: Any, frame: Frame, what: str) -> tuple[Term, tuple[Axis, .
         raise Invalid(message, where=location(), advice="filters are written where(...)") from None
     except RuntimeError as error:  # what Python makes of StopIteration inside
         raise Invalid(f"{what}: {error}", where=location()) from None
-    if not frame.axes:
+    if frame.ended:
+        axis, where = frame.ended[0]
+        message = f"a loop over a size of {axis.size} ends within an element of {what}"
+        advice = "write total(... for ...), largest(... for ...) and so on, not sum, max, or a list"
+        raise Invalid(message, where=where, advice=advice)
+    axes = tuple(frame.axes)
+    if not axes:
         raise Invalid(f"{what} expects loops over sizes", where=location(), advice="size(n) makes a size of a number")
-    if len(set(targets(frame.code))) < len(frame.axes):
+    if len(set(targets(frame.code))) < len(axes):
         raise Invalid("two loops of one comprehension use the same name", where=location())
-    return lift(body), tuple(frame.axes)
+    if next(generator, generator) is not generator:
+        message = f"{what} loops over something other than sizes"
+        raise Invalid(message, where=location(), advice="size(n) makes a size of a number")
+    return lift(body), axes
 
 
 def array(generator: Any) -> Any:
@@ -294,10 +314,11 @@ def trace(function: Callable[..., Any], operands: Sequence[Array], options: dict
     try:
         result = function(*map(Operand, operands), **options)
         results = result if isinstance(result, tuple) else (result,)
-        wrong = next((r for r in results if not isinstance(r, Operand)), None)
-        if wrong is not None or not results:
-            message = f"an expression returns arrays, {_name(function)} returned {type(wrong).__name__}"
-            raise Invalid(message, advice="return array(... for ...), or a tuple of them")
+        wrong = [r for r in results if not isinstance(r, Operand)]
+        if wrong or not results:
+            given = "nothing" if not wrong or wrong[0] is None else f"an object of type {type(wrong[0]).__name__}"
+            message = f"an expression returns arrays, {_name(function)} returned {given}"
+            raise Invalid(message, where=_home(function), advice="return array(... for ...), or a tuple of them")
         outputs = tuple(r.array for r in results)
         if set(outputs) & set(operands) or len(set(outputs)) < len(outputs):
             raise Invalid(
@@ -307,6 +328,12 @@ def trace(function: Callable[..., Any], operands: Sequence[Array], options: dict
     finally:
         state.stages, state.frames = outer, outer_frames
         default_float.pop()
+
+
+def _home(function: Callable[..., Any]) -> str:
+    """The file and line of a function."""
+    code = getattr(function, "__code__", None)
+    return "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,14 +12,17 @@ from daceml_train.errors import Invalid
 from daceml_train.tensor import DType
 
 _PACKAGE = str(Path(__file__).parents[1])
+_PYTHON = Path(contextlib.__file__).parent
+"""The folder of Python's own modules, such as `contextlib`."""
 
 
 def location() -> str:
-    """The user's line that is executing: the innermost frame outside of this package."""
+    """The user's line that is executing: the innermost frame outside of this package and Python's own library."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and "/frontends/torch/" not in name:
+        ours = name.startswith(_PACKAGE) or "/frontends/torch/" in name
+        if not ours and Path(name).parent != _PYTHON:
             return f"{Path(name).name}:{frame.f_lineno}"
         if frame.f_back is None:
             break

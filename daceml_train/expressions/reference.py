@@ -99,4 +99,7 @@ def reference(function: Callable[..., Any], *arrays: Array, **options: Any) -> A
         results = function(*(Concrete(np.asarray(a)) for a in arrays), **options)
     finally:
         state.stages, state.frames = outer, frames
+    several = results if isinstance(results, tuple) else (results,)
+    if wrong := [r for r in several if not isinstance(r, Concrete)]:
+        raise Invalid(f"an expression returns arrays, this one returned {type(wrong[0]).__name__}")
     return tuple(m.values for m in results) if isinstance(results, tuple) else results.values

@@ -69,8 +69,22 @@ class Term:
         raise Invalid(
             "an index expression has no truth value",
             where=location(),
-            advice="write where(condition, a, b) instead of if, and & | ~ instead of and, or, not",
+            advice="write where(condition, a, b) instead of if, & | ~ instead of and, or, not, maximum instead of max",
         )
+
+    def __index__(self) -> int:
+        message = f"the index expression {self!r} is no number while the function is traced"
+        advice = "compute with +, -, *, //, %, and with the functions in daceml_train.expressions"
+        raise Invalid(message, where=location(), advice=advice)
+
+    def __float__(self) -> float:
+        return self.__index__()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        name = getattr(function, "__name__", "this function")
+        advice = "import it from daceml_train.expressions"
+        raise Invalid(f"PyTorch's {name} takes no index expression", where=location(), advice=advice)
 
     def __iter__(self) -> Any:
         raise Invalid("an index expression is not iterable", where=location(), advice="loop over a size")
@@ -269,13 +283,13 @@ _FOLDED: dict[str, Callable[..., Any]] = {
 def apply(kind: str, *operands: Any) -> Term:
     """The elementwise operator `kind` of `ops.elementwise` on terms and numbers; constants are folded."""
     terms = [lift(v) for v in operands]
+    row = TABLE[kind]
+    if len(row.operands) != len(terms):
+        raise Invalid(f"{kind} takes {len(row.operands)} operands, given {len(terms)}", where=location())
     values = [constant(t) for t in terms]
     simple = _simplified(kind, terms, values)
     if simple is not None:
         return simple
-    row = TABLE[kind]
-    if len(row.operands) != len(terms):
-        raise Invalid(f"{kind} takes {len(row.operands)} operands, given {len(terms)}", where=location())
     numeric = terms[1:] if kind == "where" else terms
     dtype = common(numeric, kind in FLOATS)
     if kind in LOGICAL:

@@ -48,8 +48,11 @@ def from_json(text: str) -> dict[str, tuple[Pass, ...]]:
     """The passes of each level in JSON with or without format and version."""
     try:
         entries = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise Invalid(f"the pipeline is not JSON: {error}") from None
+    if isinstance(entries, dict) and {"kind", "functions", "breaks"} <= entries.keys():
+        advice = "`daceml-train diff` compares reports; Session.save and Pipeline.to_json write pipelines"
+        raise Invalid("the file is a report, not a pipeline", advice=advice)
     if not isinstance(entries, dict) or not {"format", "version"} & entries.keys():
         return notation.from_entries(entries)
     if entries.get("format") != FORMAT:

@@ -35,6 +35,8 @@ def show(levels: Levels) -> str:
 
 def parse(text: str) -> dict[str, tuple[Pass, ...]]:
     """The passes of each level in a text. Raises `Invalid`, which names the line, for anything else."""
+    if not isinstance(text, str):
+        raise Invalid(f"a pipeline's text is a string, given {type(text).__name__}")
     levels: dict[str, tuple[Pass, ...]] = {}
     for line, level, body in _levels(text):
         where = f"line {line} of the pipeline"

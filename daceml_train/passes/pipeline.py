@@ -86,6 +86,8 @@ class Pipeline:
     def __init__(self, **levels: tuple[Pass, ...]) -> None:
         for level, passes in levels.items():
             notation.known_level(level)
+            if not isinstance(passes, tuple | list):
+                raise Invalid(f"level {level} is a tuple of passes, given {passes!r}")
             for p in passes:
                 _check_pass(p)
         object.__setattr__(self, "passes", tuple((name, tuple(levels.get(name, ()))) for name in LEVELS))
@@ -173,7 +175,7 @@ class Pipeline:
     def only(self, *places: Place) -> Pipeline:
         """With only the passes of these classes or levels."""
         levels = {p for p in places if isinstance(p, str) and p in LEVELS}
-        kinds = tuple(self._present(p) for p in places if p not in levels)
+        kinds = tuple(self._present(p) for p in places if not isinstance(p, str) or p not in levels)
         return Pipeline(
             **{
                 level: passes if level in levels else tuple(p for p in passes if isinstance(p, kinds))
@@ -212,8 +214,10 @@ class Pipeline:
                 close = nearest(place, (*LEVELS, *known))
                 raise Invalid(f"no level or pass is named {place!r}{close}", advice=f"levels: {', '.join(LEVELS)}")
             kind = known[place]
-        else:
+        elif isinstance(place, type):
             kind = place
+        else:
+            raise Invalid(f"a place is a pass's class or name, or a level, given {place!r}")
         if not any(isinstance(p, kind) for p in self):
             present = ", ".join(sorted({type(p).__name__ for p in self}))
             raise Invalid(f"the pipeline has no pass {kind.__name__}", advice=f"it has: {present}")

@@ -27,6 +27,7 @@ from daceml_train.runtime.links import Link
 from daceml_train.runtime.roofline import machine
 from daceml_train.runtime.timing import Timing
 from daceml_train.storage.folders import cache_folder
+from daceml_train.storage.named_by_user import file_of, write_text
 
 RUNS = 10
 """The default number of measured runs."""
@@ -59,18 +60,27 @@ class Report(Contents):
 
     def save(self, path: Path | str) -> None:
         """Write the report: `.html`, `.json`, or text for any other ending."""
-        path = Path(path)
+        path = file_of(path, "the report")
         if path.suffix == ".html":
             result = self.to_html()
         else:
             result = (self.to_json() if path.suffix == ".json" else str(self)) + "\n"
-        path.write_text(result, encoding="utf-8")
+        write_text(path, result, "the report")
 
     def __str__(self) -> str:
         return "\n".join([*text.lines(self), *(self.scaling.lines() if self.scaling else ())])
 
     def _repr_html_(self) -> str:
         return page.fragment(self)
+
+
+def _check_calls(run: Any, eager: Any, runs: Any) -> None:
+    for name, function in (("run", run), ("eager", eager)):
+        if function is not None and not callable(function):
+            given = type(function).__name__
+            raise Invalid(f"{name} is a function that is called, given {given}", advice=f"{name}=lambda: step(x, y)")
+    if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1:
+        raise Invalid(f"runs is a positive whole number, given {runs!r}")
 
 
 def report(
@@ -93,8 +103,9 @@ def report(
     """
     if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
         raise Invalid(f"ranks is a positive number, given {ranks!r}")
-    if (ranks is None) != (link is None):
+    if (ranks is None) != (link is None) or not isinstance(link, Link | None):
         raise Invalid("a simulation on many ranks needs ranks= and link=, a daceml_train.Link")
+    _check_calls(run, eager, runs)
     if ranks is not None and not isinstance(compiled, TrainingStep):
         raise Invalid(f"ranks= simulates a training step, given {type(compiled).__name__}")
     kind, name, _ = _reported(compiled)

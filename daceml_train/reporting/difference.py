@@ -67,6 +67,14 @@ def is_report(path: Path) -> bool:
     return isinstance(data, dict) and {"kind", "functions", "breaks"} <= data.keys()
 
 
+def _whole(data: Mapping[str, Any]) -> bool:
+    """Whether a report has what is compared."""
+    functions = data["functions"]
+    if "name" not in data or not isinstance(functions, list) or not all(isinstance(f, dict) for f in functions):
+        return False
+    return all({"name", "inputs", "memory", "calls", "fallbacks", "launches"} <= f.keys() for f in functions)
+
+
 def difference(a: Path, b: Path) -> Difference:
     """The differences of two report files. Raises `Invalid` for a file that is not a report."""
     first, second = read(a), read(b)
@@ -123,7 +131,10 @@ def read(path: Path) -> Any:
     """A report file. Raises `Invalid` for another file."""
     if not is_report(path):
         raise Invalid(f"{path} is not a report as JSON", advice="`daceml-train report MODEL --json FILE` writes one")
-    return json.loads(path.read_text(encoding="utf-8"))
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if not _whole(data):
+        raise Invalid(f"{path} is a damaged report, or one of another version", advice="write it again")
+    return data
 
 
 def _shown(value: Any) -> str:

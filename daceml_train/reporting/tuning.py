@@ -21,6 +21,7 @@ from daceml_train.lowering.program import KernelLaunch
 from daceml_train.reporting.numbers import seconds_text
 from daceml_train.reporting.page import STYLE, whole
 from daceml_train.runtime.tune_schedules import Candidate, Nest, explore
+from daceml_train.storage.named_by_user import file_of, write_text
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class Explored:
 
     def save(self, path: Path | str) -> None:
         """Write the result: `.html`, `.json`, or text for any other ending."""
-        path = Path(path)
+        path = file_of(path, "the result of tune")
         text = str(self) + "\n"
         if path.suffix == ".json":
             text = json.dumps(self.as_dict(), indent=1) + "\n"
         elif path.suffix == ".html":
             text = whole(f"Schedules of {self.name}", self._repr_html_())
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text, "the result of tune")
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

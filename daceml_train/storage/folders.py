@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from daceml_train.errors import Invalid
+from daceml_train.storage.named_by_user import path_of
 from daceml_train.storage.trust import distrust, warn_once
 
 CACHE = "DACEML_TRAIN_CACHE"
@@ -34,7 +35,7 @@ def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
     """
     named = os.environ.get(CACHE)
     if given is not None:
-        folder, origin = Path(given), ""
+        folder, origin = path_of(given, "cache"), ""
     elif named:
         folder, origin = Path(named), f" (from ${CACHE})"
     else:

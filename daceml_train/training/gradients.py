@@ -23,6 +23,10 @@ SCALER = ("_scale", "_growth_tracker")
 """The names of a `GradScaler`'s state, which belongs to a step but to no parameter."""
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
 @dataclass(frozen=True)
 class Clipping:
     """At most `norm` for the `kind`-norm of all gradients together, or at most `value` for each element's size."""
@@ -37,8 +41,10 @@ class Clipping:
         if self.norm is not None and self.value is not None:
             raise Invalid("clip_norm and clip_value exclude each other")
         for name, bound in (("clip_norm", self.norm), ("clip_value", self.value)):
-            if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or bound < 0):
+            if bound is not None and not (_is_number(bound) and bound >= 0):
                 raise Invalid(f"{name} is a number of at least 0, given {bound!r}")
+        if not _is_number(self.kind):
+            raise Invalid(f"norm_type is the order of a norm, a number, given {self.kind!r}")
 
     @property
     def bounds(self) -> dict[str, float]:

@@ -67,6 +67,8 @@ def load(model: Any, *, trainable: Trainable = None, train_mode: bool = False) -
     module is in training mode. Raises `Invalid` for a model that breaks ONNX's rules and
     `Unsupported` for what is not imported, naming operator, domain, version and node.
     """
+    if train_mode is not True and train_mode is not False:
+        raise Invalid(f"train_mode is True or False, given {train_mode!r}")
     load_plugins(ONNX_OPERATORS)
     source = read(model)
     try:

@@ -14,6 +14,7 @@ from onnx import TensorProto
 from daceml_train.errors import Invalid
 from daceml_train.frontends.onnx import elements
 from daceml_train.frontends.onnx.module import OnnxModule
+from daceml_train.storage.named_by_user import file_of
 
 GREATEST_FILE = 2**31 - 1024
 """Protocol buffers are limited to 2 GiB: beyond it, weights go to a separate file."""
@@ -28,7 +29,9 @@ def save_onnx(model: torch.nn.Module, path: str | os.PathLike[str], *, external:
     """
     if not isinstance(model, OnnxModule):
         raise Invalid(f"save_onnx takes a model that came from ONNX, given {type(model).__name__}")
-    target = Path(path).expanduser()
+    if all(external is not known for known in (None, True, False)):
+        raise Invalid(f"external is True, False or None, given {external!r}")
+    target = file_of(path, "an ONNX model")
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     values = {entry.name: state[entry.path].detach() for entry in model.held}
     proto = onnx.ModelProto()
@@ -36,7 +39,10 @@ def save_onnx(model: torch.nn.Module, path: str | os.PathLike[str], *, external:
     was_external = any(t.data_location == TensorProto.EXTERNAL for t in proto.graph.initializer)
     size = sum(value.numel() * value.element_size() for value in values.values())
     outside = external if external is not None else was_external or size > GREATEST_FILE
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Invalid(f"the ONNX model cannot be written: {error}") from None
     temporary = target.with_name(target.name + ".part")
     data = target.with_name(target.name + ".data")
     try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import onnx
 from onnx import TensorProto
 
-from daceml_train.errors import Invalid
+from daceml_train.errors import Invalid, nearest
 
 Trainable = Callable[[str], bool] | Iterable[str] | bool | None
 
@@ -71,9 +71,13 @@ def trainable(graph: onnx.GraphProto, choice: Trainable) -> set[str]:
         return floats if choice else set()
     if callable(choice):
         return {name for name in floats if choice(name)}
+    several = isinstance(choice, Iterable) and not isinstance(choice, str | bytes)
+    if not several or not all(isinstance(name, str) for name in choice):
+        raise Invalid(f"trainable is names, a predicate over names, True, False or None, given {choice!r}")
     names = set(choice)
     if unknown := sorted(names - floats):
-        raise Invalid(f"trainable names {unknown[0]!r}, which is not a floating-point initializer of the model")
+        close = nearest(unknown[0], floats)
+        raise Invalid(f"trainable names {unknown[0]!r}, which is not a floating-point initializer of the model{close}")
     return names
 
 

@@ -41,7 +41,9 @@ def torch_function(kind: type[Operator], name: str) -> Callable[..., Any]:
     what the operator lowers to, and its derivative, run as PyTorch calls; compiled code runs the operator itself.
     Raises `Invalid` for an attribute that PyTorch's schemas cannot express.
     """
-    namespace, _, short = name.partition("::")
+    if not isinstance(kind, type) or not issubclass(kind, Operator):
+        raise Invalid(f"torch_function takes a class of operators, given {kind!r}")
+    namespace, _, short = name.partition("::") if isinstance(name, str) else ("", "", "")
     if not short.isidentifier() or not namespace.isidentifier():
         raise Invalid(f"{name!r} is no name of a PyTorch operator", advice="expected namespace::operator")
     library = torch.library.Library(namespace, "FRAGMENT")

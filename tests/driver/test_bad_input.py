@@ -134,6 +134,53 @@ def test_an_error_in_the_loss_updates_nothing() -> None:
     assert torch.isfinite(step(torch.randn(6, 8), torch.randn(6, 4)))
 
 
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (nn.CrossEntropyLoss(reduction="none"), r"one element, given shape \[6\]; reduce it: reduction='mean'"),
+        (lambda y, t: F.cross_entropy(y, t).item(), "one element, given float; return it as a tensor, without item"),
+        (lambda y, t: (F.cross_entropy(y, t), y), "one element, given tuple; return it as a tensor, .* by itself"),
+        (lambda y, t: F.cross_entropy(y, t).backward(), "one element, given NoneType; .* a step calls backward"),
+        (lambda y, t: (y.argmax(1) == t).sum(), "the loss has no gradient; no parameter that it depends on requires"),
+    ],
+)
+def test_a_loss_that_is_none_is_said(loss: Callable[..., Any], message: str) -> None:
+    model = nn.Linear(8, 4)
+    before = copy.deepcopy(model.state_dict())
+    step = dt.training_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        with pytest.raises(dt.Invalid, match=message):
+            step(torch.randn(6, 8), torch.randint(4, (6,)))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_an_optimizer_of_another_model_is_said(breaks: bool) -> None:
+    def forward(w: Tensor, x: Tensor) -> Tensor:
+        if breaks:
+            torch._dynamo.graph_break()
+        return x * w
+
+    model, other = Function(forward, 4), Function(forward, 4)
+    step = dt.training_step(model, F.mse_loss, torch.optim.SGD(other.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match="updates nothing: no parameter of its optimizer has a gradient; make") as told:
+        step(torch.randn(6, 4), torch.randn(6, 4))
+    assert breaks or told[-1].filename == __file__
+    assert not any(p.grad is not None for p in other.parameters())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda step, x: step.graph(x, x), lambda step, x: step.sdfg(x, x), lambda step, x: dt.to_sdfg(step.model, x)],
+)
+def test_sizes_that_do_not_fit_are_said_without_a_call(call: Callable[[Any, Tensor], Any]) -> None:
+    model = nn.Linear(8, 4)
+    step = dt.training_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    message = r"Linear cannot be called with argument 0: float32\[6, 5\].*: RuntimeError: a and b must have same reduc"
+    with pytest.raises(dt.Invalid, match=message):
+        call(step, torch.randn(6, 5))
+
+
 def test_a_fallback_names_module_and_line() -> None:
     class Inner(nn.Module):
         def __init__(self) -> None:

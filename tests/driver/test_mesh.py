@@ -193,15 +193,19 @@ def test_ranks_that_differ_stop_with_an_error_that_names_them(ranks: Ranks, how:
         assert re.search(message, error, re.DOTALL), error
 
 
-class Renormalized(nn.Module):
-    """An embedding by PyTorch's function, and a linear layer."""
+class ByFunction(nn.Module):
+    """An embedding by a function of PyTorch, and a linear layer; the graph breaks in between if it is told so."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Any, options: dict[str, Any], breaks: bool = False) -> None:
         super().__init__()
         self.weight, self.last = nn.Parameter(torch.randn(9, 6)), nn.Linear(6, 4)
+        self.function, self.options, self.breaks = function, options, breaks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(F.embedding(x, self.weight, max_norm=1.0))
+        rows = self.function(x.view(-1, 1), self.weight, **self.options).view(-1, 6)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.last(rows)
 
 
 def drifting(rank: int, how: str) -> str:
@@ -209,7 +213,11 @@ def drifting(rank: int, how: str) -> str:
     models = {
         "max_norm": lambda: nn.Sequential(nn.Embedding(9, 6, max_norm=1.0), nn.Linear(6, 4)),
         "scale_grad_by_freq": lambda: nn.Sequential(nn.EmbeddingBag(9, 6, scale_grad_by_freq=True), nn.Linear(6, 4)),
-        "function": Renormalized,
+        "function": lambda: ByFunction(F.embedding, {"max_norm": 1.0}),
+        "scaled": lambda: ByFunction(F.embedding, {"scale_grad_by_freq": True}),
+        "scaled bag": lambda: ByFunction(F.embedding_bag, {"scale_grad_by_freq": True, "mode": "sum"}),
+        "function, broken": lambda: ByFunction(F.embedding, {"max_norm": 1.0}, breaks=True),
+        "scaled, broken": lambda: ByFunction(F.embedding, {"scale_grad_by_freq": True}, breaks=True),
     }
     model = models[how.removesuffix(", in parts")]()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -227,6 +235,11 @@ def drifting(rank: int, how: str) -> str:
         ("scale_grad_by_freq", "0 has scale_grad_by_freq: a rank counts its own part of the batch alone"),
         ("function", "the model changes weight by its batch, and ranks would drift apart"),
         ("function, in parts", "the model changes weight by its batch, and ranks would drift apart"),
+        ("scaled", "an embedding has scale_grad_by_freq (at test_mesh.py:"),
+        ("scaled bag", "an embedding has scale_grad_by_freq (at test_mesh.py:"),
+        ("scaled, in parts", "an embedding has scale_grad_by_freq (at test_mesh.py:"),
+        ("function, broken", "the model changes weight by its batch, and ranks would drift apart"),
+        ("scaled, broken", "an embedding has scale_grad_by_freq (at test_mesh.py:"),
     ],
 )
 def test_tables_that_would_drift_apart_are_refused(ranks: Ranks, how: str, message: str) -> None:

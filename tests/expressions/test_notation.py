@@ -1,10 +1,12 @@
 """The notation: what it accepts, what it refuses, and where its errors point."""
 
 import inspect
+import math
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import daceml_train as dt
 from daceml_train.errors import Invalid, OutOfRange
@@ -234,8 +236,88 @@ def test_text_is_read_back() -> None:
 
 
 def test_the_notation_outside_of_an_expression() -> None:
-    with pytest.raises(Invalid, match="outside of an expression"):
+    with pytest.raises(Invalid, match="outside of array and total"):
         for _ in size(3):
             pass
     with pytest.raises(Invalid, match="expects a comprehension"):
         dt.expression(lambda x: array([1, 2]))(X)
+
+
+def unfinished(x):
+    array(x[i] for i in x.shape[0])
+
+
+def pairs(x):
+    return array(x[i] * k for k, i in enumerate(x.shape[0]))
+
+
+MISTAKES = [
+    (lambda x: array(sum(x[j] for j in x.shape[0]) for i in x.shape[0]), "a size of 5 ends within an element of array"),
+    (lambda x: array(sum([x[j] for j in x.shape[0]]) for i in x.shape[0]), "ends within an element of array"),
+    (lambda x: array(x[i] * k for i in x.shape[0] for k in range(3)), "array loops over something other than sizes"),
+    (lambda x: array(x[i] for i, j in zip(x.shape[0], x.shape[0], strict=True)), "looped over by something other than"),
+    (pairs, "looped over by something other than a for.*without zip or enumerate"),
+    (lambda x: array([x[i] for i in x.shape[0]]), "outside of array and total"),
+    (lambda x: array(total(x[j] for j in size(i + 1)) for i in x.shape[0]), r"size\(i \+ 1\) would differ from"),
+    (lambda x: array(x[i] for i in size(-3)), r"size\(-3\) is negative"),
+    (lambda x: array(x[0] for i in x.shape[0] - 9), "a loop over the negative size -4"),
+    (lambda x: array(x[i] for i in size(2.5)), r"size\(2.5\): a size is an integer"),
+    (lambda x: array(math.exp(x[i]) for i in x.shape[0]), r"the index expression x\[i\] is no number"),
+    (lambda x: array(x[j] for i in x.shape[0] for j in range(i)), "the index expression i is no number"),
+    (lambda x: array(torch.exp(x[i]) for i in x.shape[0]), "PyTorch's exp takes no index expression.*import it from"),
+    (lambda x: array(exp() * x[i] for i in x.shape[0]), "exp takes 1 operands, given 0"),
+    (unfinished, "returned nothing.*test_notation.py:.*return array"),
+    (lambda x: (array(x[i] for i in x.shape[0]), None), "an expression returns arrays, <lambda> returned nothing"),
+    (lambda x: array(total(x[i] for i in x.shape[0])), r"expects a comprehension, given Term \(at test_notation"),
+    (lambda *x: array(x[0][i] for i in x[0].shape[0]), r"the expression <lambda> has the parameter \*x; name each"),
+    (nn.Linear, "expression takes a Python function, given Linear"),
+    (3, "expression takes a Python function, given an object of type int"),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), MISTAKES)
+def test_mistakes_name_the_cause(function, message: str) -> None:
+    with pytest.raises(Invalid, match=message):
+        dt.expression(function)(torch.arange(5.0))
+
+
+@dt.expression
+def double(x, y):
+    return array(x[i] + y[i] for i in x.shape[0])
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (lambda x: x.to("meta"), "the operand y of the expression double is on meta, and x is on cpu"),
+        (lambda x: x.to_sparse(), "the operand y of the expression double has layout torch.sparse_coo"),
+    ],
+)
+def test_operands_of_other_kinds(others, message: str) -> None:
+    with pytest.raises(Invalid, match=message):
+        double(torch.arange(5.0), others(torch.arange(5.0)))
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.func.hessian(lambda v: f(v).sum())(x),
+        lambda f, x: torch.func.linearize(f, x),
+        lambda f, x: torch.autograd.functional.jacobian(f, x, strategy="forward-mode", vectorize=True),
+    ],
+)
+def test_forward_mode_is_refused(derivative) -> None:
+    x = torch.arange(5.0)
+    message = "expression.* has no derivative in forward mode.*use reverse mode"
+    with pytest.raises(dt.Unsupported, match=message):
+        derivative(lambda v: double(v, v), x)
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.equal(double(x, x), 2 * x)  # nothing has a tangent
+        with pytest.raises(dt.Unsupported, match="the expression double has no derivative"):
+            double(x, torch.autograd.forward_ad.make_dual(x, x))
+
+
+def test_the_reference_expects_arrays_as_well() -> None:
+    with pytest.raises(Invalid, match="this one returned NoneType"):
+        dt.expression(unfinished).reference(np.ones(5))

@@ -13,12 +13,14 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from daceml_train.errors import Invalid
 from daceml_train.exploration.export.picture import picture
 from daceml_train.exploration.views.saved import crossings
 from daceml_train.exploration.views.tree import Item
 from daceml_train.exploration.views.view import GraphView, view_of
 from daceml_train.graph.graph import Graph
 from daceml_train.reporting.numbers import bytes_text, counted, flops_text, percent, share
+from daceml_train.storage.named_by_user import write_text
 
 if TYPE_CHECKING:
     import torch
@@ -62,17 +64,17 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 def export_html(session: History, path: Path | str) -> Path:
     """Write a session as one page. Returns its path."""
-    path = Path(path)
+    if not hasattr(session, "subject"):
+        raise Invalid(f"export_html takes a session, given {type(session).__name__}", advice="dt.Session(model, x)")
     title = escape(session.subject.name)
     dark = "<style>@media (prefers-color-scheme:dark){body{background:#171b1e}}</style>"
-    path.write_text(
+    text = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">{dark}'
-        f"</head><body>{session_html(session)}</body></html>\n",
-        encoding="utf-8",
+        f"</head><body>{session_html(session)}</body></html>\n"
     )
-    return path
+    return write_text(path, text, "the page")
 
 
 def session_html(session: History) -> str:

@@ -63,6 +63,7 @@ from daceml_train.frontends.torch.capture.rng_draws import Randomness
 from daceml_train.graph.graph import Graph
 from daceml_train.passes.base import Pass
 from daceml_train.passes.pipeline import Pipeline
+from daceml_train.storage.named_by_user import path_of
 from daceml_train.training.gradients import Clipping
 from daceml_train.transformations import catalog
 from daceml_train.transformations.at_place import AtPlace
@@ -151,7 +152,7 @@ class Session(History):
         """Write the steps as a pipeline that `replay`, `optimize` and `training_step` read: .json, .txt or .py."""
         before, after = self.start.bytes, self.state.bytes
         about = f"{self.subject.name}: {before:,} -> {after:,} bytes moved"
-        return write(Path(path).expanduser(), self.pipeline(), self.history, about)
+        return write(path_of(path, "a saved session"), self.pipeline(), self.history, about)
 
     @alone
     def replay(self, path: Pipeline | Path | str) -> Replay:

@@ -11,8 +11,9 @@ import torch
 
 from daceml_train.driver.binding import differentiable_outputs
 from daceml_train.driver.capture_only import CapturedCall, capture_call
+from daceml_train.driver.checking import check_module, check_scaler, loss_of
 from daceml_train.driver.goals import WithGradients, with_gradients
-from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction, split
+from daceml_train.driver.micro_batches import MicroBatchedStep, Reduction, check_parts, split
 from daceml_train.driver.module import original
 from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import TrainingStep
@@ -77,8 +78,9 @@ class Subject:
         treatment: GradientSettings = GradientSettings(),
     ) -> Subject:
         """Capture a model. Nothing is run or changed. Raises `Unsupported` if it is not one graph."""
-        if not isinstance(model, torch.nn.Module):
-            raise Invalid(f"a session takes a torch.nn.Module, given {type(model).__name__}")
+        check_module("a session", model)
+        check_scaler(treatment.scaler)
+        check_parts(treatment.micro_batches, treatment.reduction)
         model = original(model)
         if optimizer is None and treatment != GradientSettings():
             raise Invalid("clipping, a scaler and micro-batches belong to a step with an optimizer")
@@ -103,8 +105,14 @@ class Subject:
         except DacemlError:
             raise
         except Exception as error:
+            if any(frame.name == loss_of.__name__ for frame in getattr(error, "real_stack", None) or ()):
+                message = "loss=None uses the result's `loss`, and the model's result has none"
+                raise Invalid(message, advice="pass loss=") from error
             raise Unsupported(f"the model cannot be captured: {reason(error)}") from error
         updated = tuple(trained) if optimizer else ()
+        if optimizer is not None and not updated:
+            message = "the optimizer updates no parameter that the loss depends on"
+            raise Invalid(message, advice=f"make it of the parameters of this {type(model).__name__}")
         return Subject(model, tuple(inputs), loss, optimizer, seen, updated, tuple(kept), treatment)
 
     @property

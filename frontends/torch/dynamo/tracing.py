@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 import logging
+import re
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 import torch._dynamo
 import torch.utils._pytree as pytree
 from torch._dynamo import external_utils
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import get_metrics_context
 from torch._guards import CompileContext
@@ -264,6 +265,12 @@ def has_effects(code: types.CodeType, besides: Collection[str] = ()) -> bool:
     return not ran or any(x.opname.startswith(acting) for x in own)
 
 
+_OURS = f"{Path(collector.__file__).parent}/"
+"""The folder of this package."""
+_RAISED = re.compile(r"""got (\w+)\((['"])(.*?)\2\)""", re.DOTALL)
+"""The error of an operator that TorchDynamo computes sizes with."""
+
+
 def reason(error: BaseException, ours: bool = False) -> str:
     """What an error of Dynamo or of ours says, in a paragraph, with the user's line.
 
@@ -273,8 +280,9 @@ def reason(error: BaseException, ours: bool = False) -> str:
     while True:
         ours = ours or isinstance(cause, BackendCompilerFailed)
         stack = getattr(cause, "real_stack", None)
-        if stack and not where:
-            where = f" (at {Path(stack[-1].filename).name}:{stack[-1].lineno})"
+        theirs = [frame for frame in stack or () if not frame.filename.startswith(_OURS)]
+        if theirs and not where:
+            where = f" (at {Path(theirs[-1].filename).name}:{theirs[-1].lineno})"
         following = cause.__cause__ or getattr(cause, "inner_exception", None)
         if following is None or isinstance(cause, DacemlError):
             break
@@ -282,14 +290,22 @@ def reason(error: BaseException, ours: bool = False) -> str:
     kind = "" if isinstance(cause, DacemlError) else f"{type(cause).__name__}: "
     paragraph = str(cause).strip().split("\n\n")[0]
     text = kind + (graph_breaks.explained(paragraph) or paragraph)
+    if isinstance(cause, TorchRuntimeError) and (raised := _RAISED.search(str(cause))):
+        text = f"{raised[1]}: {raised[3]}"
     text = f"{INTERNAL}, {text}" if ours and internal(cause) else text
     return text if " (at " in text else text + where
+
+
+SHOWN = 16
+"""The most arguments that a message describes."""
 
 
 def describe(arguments: Sequence[Any]) -> str:
     """The arguments of a call, for error messages."""
     leaves = pytree.tree_leaves(list(arguments))
-    return ", ".join(f"argument {i}: {_describe(leaf)}" for i, leaf in enumerate(leaves)) or "no argument"
+    shown = [f"argument {i}: {_describe(leaf)}" for i, leaf in enumerate(leaves[:SHOWN])]
+    shown += [f"and {len(leaves) - SHOWN} more"] if len(leaves) > SHOWN else []
+    return ", ".join(shown) or "no argument"
 
 
 def _describe(leaf: Any) -> str:

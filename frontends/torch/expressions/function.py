@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import types as types_of_python
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Number
 from typing import Any
 
 import torch
 
-from daceml_train.errors import Invalid
+from daceml_train.errors import Invalid, Unsupported
 from daceml_train.expressions.adjoint import derivative, with_saved
 from daceml_train.expressions.batched import batched
 from daceml_train.expressions.notation import trace
@@ -82,7 +83,11 @@ _library.impl("expression", _run, "CompositeExplicitAutograd")
 torch.library.register_fake(NAME, _fake, lib=_library)
 torch.library.register_autograd(NAME, _backward, setup_context=_remember, lib=_library)
 torch.library.register_vmap(NAME, _batched, lib=_library)
-_operator: Callable[..., Any] = torch.ops.daceml_train.expression
+
+
+def _operator(operands: Sequence[torch.Tensor], program: str) -> Sequence[torch.Tensor]:
+    _refuse_forward_mode("an expression", operands)
+    return torch.ops.daceml_train.expression(operands, program)  # type: ignore[no-any-return]
 
 
 class _Transformed(torch.autograd.Function):
@@ -100,6 +105,10 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
         return None, *_gradients(ctx, cotangents, _transformed)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
+        raise _forward_mode("an expression")
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[Any], program: str, *operands: torch.Tensor) -> Any:
@@ -160,8 +169,34 @@ def _bound(function: Callable[..., Any], arguments: Sequence[Any], keywords: dic
         raise Invalid(f"{function.__name__}: {error}") from None
     operands = {n: v for n, v in given.items() if isinstance(v, torch.Tensor)}
     if not operands:
-        raise Invalid(f"the expression {function.__name__} is called without a tensor")
+        kinds = ", ".join(type(v).__name__ for v in given.values()) or "nothing"
+        raise Invalid(f"the expression {function.__name__} is called without a tensor, given {kinds}")
+    _check_operands(f"the expression {function.__name__}", operands)
     return operands, {n: v for n, v in given.items() if n not in operands}
+
+
+def _check_operands(what: str, operands: dict[str, torch.Tensor]) -> None:
+    (first, like), *others = operands.items()
+    for name, x in operands.items():
+        if x.layout is not torch.strided:
+            raise Invalid(f"the operand {name} of {what} has layout {x.layout}", advice="pass it as x.to_dense()")
+    for name, x in others:
+        if x.device != like.device:
+            raise Invalid(f"the operand {name} of {what} is on {x.device}, and {first} is on {like.device}")
+    _refuse_forward_mode(what, operands.values())
+
+
+def _refuse_forward_mode(what: str, operands: Iterable[torch.Tensor]) -> None:
+    """Raise `Unsupported` for operands that carry a tangent, which an operator of the dispatcher would drop."""
+    if torch.autograd.forward_ad._current_level < 0:
+        return
+    if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in operands):
+        raise _forward_mode(what)
+
+
+def _forward_mode(what: str) -> Unsupported:
+    advice = "use reverse mode: torch.autograd.grad, torch.func.vjp, torch.func.jacrev"
+    return Unsupported(f"{what} has no derivative in forward mode (jvp, jacfwd, hessian)", advice=advice)
 
 
 def _program(function: Callable[..., Any], operands: dict[str, torch.Tensor], options: dict[str, Any]) -> Program:
@@ -185,7 +220,15 @@ def expression(function: Callable[..., Any]) -> Callable[..., Any]:
     It has derivatives of every order, works under `torch.compile`, and is an operator of the graph in `optimize` and
     `training_step`. Tensors among its arguments are its operands, and all others are options. Its attribute `program`
     returns the program for such arguments; `reference` runs the function itself on NumPy arrays, element by element.
+    Raises `Invalid` for anything but a Python function whose parameters have names.
     """
+    if not isinstance(function, types_of_python.FunctionType | types_of_python.MethodType):
+        given = function.__name__ if isinstance(function, type) else f"an object of type {type(function).__name__}"
+        raise Invalid(f"expression takes a Python function, given {given}")
+    for p in inspect.signature(function).parameters.values():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            advice = "name each operand and each option"
+            raise Invalid(f"the expression {function.__name__} has the parameter {p}", advice=advice)
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:

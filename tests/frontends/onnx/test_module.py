@@ -46,9 +46,20 @@ def test_which_initializers_train(choice, expected):
     assert len(module.state_dict()) == 3
 
 
-def test_an_unknown_trainable_name_is_named():
-    with pytest.raises(dt.Invalid, match="'tail', which is not a floating-point initializer"):
-        load(perceptron(), trainable=["tail"])
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"trainable": ["tail"]}, "'tail', which is not a floating-point initializer"),
+        ({"trainable": ["haed"]}, "'haed', which is not .*, did you mean 'head'?"),
+        ({"trainable": "head"}, "trainable is names, a predicate over names, True, False or None, given 'head'"),
+        ({"trainable": 3}, "trainable is names, .* given 3"),
+        ({"trainable": [3]}, "trainable is names, .* given .3."),
+        ({"train_mode": "yes"}, "train_mode is True or False, given 'yes'"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(options, sentence):
+    with pytest.raises(dt.Invalid, match=sentence):
+        load(perceptron(), **options)
 
 
 def test_what_the_exporter_notes_decides_over_where_a_value_stands():

@@ -62,6 +62,25 @@ def test_external_data_is_mapped_and_written_back_beside_the_file(tmp_path):
     assert not load(tmp_path / "new.onnx")(X).any()
 
 
+@pytest.mark.parametrize(
+    ("path", "options", "sentence"),
+    [
+        ("folder", {}, "folder is a folder, and an ONNX model is a file"),
+        ("file/m.onnx", {}, "the ONNX model cannot be written: "),
+        ("", {}, "an ONNX model is a path, given ''"),
+        (3, {}, "an ONNX model is a path, given 3"),
+        ("m.onnx", {"external": "m.data"}, "external is True, False or None, given 'm.data'"),
+    ],
+)
+def test_where_nothing_can_be_written_nothing_is(tmp_path, monkeypatch, path, options, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(dt.Invalid, match=sentence):
+        dt.save_onnx(load(perceptron()), path, **options)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+
+
 def test_a_model_that_was_not_onnx_is_refused(tmp_path):
     with pytest.raises(dt.Invalid, match="came from ONNX, given Linear"):
         save_onnx(torch.nn.Linear(2, 2), tmp_path / "x.onnx")

@@ -1,0 +1,68 @@
+"""What lets ranks drift apart: parameters, or their gradients, that depend on a rank's own part of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from daceml_train.analysis.reachability import descendants
+from daceml_train.driver.function import CompiledGraph
+from daceml_train.driver.module import Backend
+from daceml_train.errors import Invalid
+from daceml_train.graph.graph import Graph, Role
+from daceml_train.graph.node import Node
+from daceml_train.ops.fallback import Aten
+
+EMBEDDINGS = ("aten.embedding.default", "aten._embedding_bag.default")
+"""Operators whose fourth argument is `scale_grad_by_freq`."""
+ALONE = "a rank counts its own part of the batch alone"
+
+
+def check_embeddings(*parts: object) -> None:
+    """Raise `Invalid` for an embedding whose options depend on which rows a rank reads."""
+    for part in parts:
+        for path, module in part.named_modules() if isinstance(part, nn.Module) else ():
+            if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                continue
+            if module.max_norm is not None:
+                advice = "scale the rows between steps, on all ranks"
+                raise Invalid(f"{path} has max_norm: ranks scale the rows that they read alone", advice=advice)
+            if module.scale_grad_by_freq:
+                raise Invalid(f"{path} has scale_grad_by_freq: {ALONE}")
+
+
+def drift(graph: Graph, trains: Callable[[str], bool]) -> str:
+    """Why ranks would drift apart; empty if they would not. `trains` says which inputs are trained."""
+    for node in graph.nodes:
+        if _by_frequency(node):
+            where = f" (at {node.origin})" if str(node.origin) else ""
+            return f"an embedding has scale_grad_by_freq{where}: {ALONE}"
+    changed = [name for name in graph.writes if trains(name)]
+    given = [name for name, entry in graph.inputs.items() if entry.role is Role.input]
+    of_batch = descendants(graph.nodes, given) if changed else ()
+    for name in changed:
+        if graph.writes[name] in of_batch:
+            what = f"the model changes {graph.inputs[name].path} by its batch, and ranks would drift apart"
+            return f"{what}; change it between steps, on all ranks"
+    return ""
+
+
+def drift_in_pieces(backend: Backend) -> str:
+    """The same of the graphs of a model in pieces."""
+    return next(filter(None, map(_drift_of, _graphs(backend))), "")
+
+
+def _graphs(backend: Backend) -> Iterator[Graph]:
+    for programs in backend.programs.values():
+        yield from (program.captured.graph for program in programs if isinstance(program, CompiledGraph))
+
+
+def _drift_of(graph: Graph) -> str:
+    return drift(graph, lambda name: graph.inputs[name].role is Role.parameter)
+
+
+def _by_frequency(node: Node) -> bool:
+    """Whether a node is an embedding that divides its gradient by how often each row is read."""
+    op = node.op
+    return isinstance(op, Aten) and op.target in EMBEDDINGS and len(op.arguments) > 3 and op.arguments[3] is True
