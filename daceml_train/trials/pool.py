@@ -51,7 +51,7 @@ def run_trials(
     in all).
     """
     if not callable(make):
-        raise Invalid(f"make is a function that returns a Stages, given {make!r}")
+        raise Invalid(f"make is a function that returns a daceml_train.Stages, given {type(make).__name__}")
     check_numbers(workers=workers, threads=threads)
     check_numbers(least=0, restarts=restarts)
     check_progress(progress)

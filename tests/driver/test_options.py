@@ -139,7 +139,7 @@ ARGUMENTS: list[tuple[Callable[[], object], str]] = [
     (lambda: dt.torch_function(3, "a::b"), "torch_function takes a class of operators, given 3"),  # type: ignore[arg-type]
     (lambda: dt.torch_function(dt.Operator, 3), "3 is no name of a PyTorch operator; expected"),  # type: ignore[arg-type]
     (lambda: dt.run_trials(3, [], 5), "make is a function that returns a daceml_train.Stages, given int"),  # type: ignore[arg-type]
-    (lambda: dt.run_trials(print, {}, 5), "trials are a list of settings, given dict"),  # type: ignore[arg-type]
+    (lambda: dt.run_trials(print, {}, 5), "trials is a list of settings, a dictionary for each trial, given dict"),  # type: ignore[arg-type]
     (lambda: _new(model=nn.Linear), "model must be a torch.nn.Module, given the class Linear itself"),
     (lambda: _new(loss=nn.MSELoss), "loss must be callable or None, given the class MSELoss itself; pass MSELoss()"),
     (lambda: _new(optimizer=torch.optim.SGD), "must be a torch.optim.Optimizer, given the class SGD itself"),

@@ -142,3 +142,16 @@ def test_an_index_that_is_found_out_of_range_when_levels_run(known: bool, monkey
         compiled([Node(1), Node(0, Node(0, Node(2), Node(17)), Node(3))])
     assert noted(error.value).endswith("computes with 17, which is at roots[1].left.right.word")
     compiled([Node(1)])
+
+
+def test_an_operator_that_fails_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Wide(Pairs):
+        """Its states do not fit."""
+
+        def used(self, h: Tensor) -> Tensor:
+            """What is made of a state."""
+            return self.gate(torch.cat([h, h], 1))
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied|same reduction dim"):
+        dt.optimize(Wide())(TREES)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,17 @@ from daceml_train.frontends.torch.capture.rng_draws import Randomness
 def first_line(error: Exception) -> str:
     """The first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """PyTorch logs no traceback of an operator that fails on fake tensors: the error itself reaches the user."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def fake_mode(operands: Sequence[object]) -> FakeTensorMode:

@@ -8,7 +8,6 @@ import dis
 import functools
 import inspect
 import itertools
-import logging
 import re
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,6 +28,7 @@ from daceml_train import collector
 from daceml_train.errors import INTERNAL, DacemlError, internal
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves
+from daceml_train.frontends.torch.capture.trace import silent
 from daceml_train.frontends.torch.dynamo import (
     attributes,
     cached_functions,
@@ -176,9 +176,9 @@ def tracing() -> Iterator[None]:
     """
     polyfills.install()
     formats.install()
-    logger, config = logging.getLogger("torch._subclasses.fake_tensor"), torch._dynamo.config
-    before = logger.disabled, config.allow_rnn, symbols.use_duck_shape
-    logger.disabled, config.allow_rnn, symbols.use_duck_shape = True, True, False
+    config = torch._dynamo.config
+    before = config.allow_rnn, symbols.use_duck_shape
+    config.allow_rnn, symbols.use_duck_shape = True, False
     options: dict[str, Any] = {
         "trace_autograd_ops": True,
         "reorderable_logging_functions": {*config.reorderable_logging_functions, print},
@@ -190,12 +190,12 @@ def tracing() -> Iterator[None]:
     for name, value in options.items():
         setattr(config, name, value)
     try:
-        with contextlib.ExitStack() as ours:
+        with silent(), contextlib.ExitStack() as ours:
             for patch in _PATCHES:
                 ours.enter_context(patch.traces)
             yield
     finally:
-        logger.disabled, config.allow_rnn, symbols.use_duck_shape = before
+        config.allow_rnn, symbols.use_duck_shape = before
         for name, value in theirs.items():
             setattr(config, name, value)
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from daceml_train.analysis.sizes import bind
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import capture
-from daceml_train.frontends.torch.capture.trace import first_line
+from daceml_train.frontends.torch.capture.trace import first_line, silent
 from daceml_train.frontends.torch.recursion.counts import COUNTS, for_any_count
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, meta, meta_of, set_value
 from daceml_train.frontends.torch.recursion.runs import Given, Reference, Run, Shared, Step, decoded
@@ -95,7 +95,7 @@ class Fakes:
         args, kwargs = pytree.tree_unflatten(fakes, spec)
         watch = _Watch([a for a in fakes if isinstance(a, torch.Tensor)])
         try:
-            with torch._C.DisableTorchFunction(), self.mode, watch:
+            with silent(), torch._C.DisableTorchFunction(), self.mode, watch:
                 return function(*args, **kwargs), watch.reason
         except Exception:  # whatever it is, PyTorch raises it on the values
             return None, LOOK
@@ -123,7 +123,7 @@ def step(structures: Any, at: Step, run: Run, key: tuple[Any, ...], keywords: bo
         return output
     watch = _Watch([a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)])
     try:
-        with torch._C.DisableTorchFunction(), fakes.mode, watch, torch.set_grad_enabled(key[1]):
+        with silent(), torch._C.DisableTorchFunction(), fakes.mode, watch, torch.set_grad_enabled(key[1]):
             result = key[0](*args, **kwargs)
     except Exception as error:  # whatever it is, PyTorch raises it on the values
         output.refused = LOOK if "data" in type(error).__name__.lower() or not str(error) else first_line(error)
