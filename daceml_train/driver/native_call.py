@@ -94,10 +94,7 @@ class NativeCall:
         told = [_told(plan) for plan in (forward, backward)]
         outputs = tuple(forward.outputs), () if backward is None else tuple(backward.outputs)
         rest = (*outputs, *told, forward.threads, given, copied, *(((), 0, (), ()) if prepared is None else prepared))
-        handles = [
-            plan.plan._handle if plan is not None and isinstance(plan.plan, Plan) else None for plan in given[:2]
-        ]
-        library().compiled_call_programs(self.function, *handles, rest)
+        library().compiled_call_programs(self.function, _handle(forward), _handle(backward), rest)
 
 
 def native_call(graph: Compiled, python: Callable[..., Any], backward: Callable[..., Any]) -> NativeCall | None:
