@@ -68,13 +68,13 @@ def loss_first(captured: Captured) -> Captured:
     losses = {o.index for o in found}
     if not losses:
         raise Unsupported("the loss is a view of a parameter or of an argument, or carries no gradient")
-    for loss in found:
-        if loss.view is None and not same(captured.graph.tensors[captured.graph.outputs[loss.index]].size, 1):
-            raise Unsupported("the loss is no single number")
-    if len(captured.outputs) < 2:
-        return captured
     if len(losses) > 1:
         raise Unsupported("the model or the loss keeps tensors that carry a gradient in Python objects")
+    whole = captured.graph.tensors[captured.graph.outputs[found[0].index]]
+    if found[0].view is None and not same(whole.size, 1):
+        raise Unsupported("the loss is no single number")
+    if len(captured.outputs) < 2:
+        return captured
     if any(o.view is not None for o in found):
         raise Unsupported("the loss shares memory with a tensor that the model or the loss keeps in a Python object")
     graph = captured.graph.copy()

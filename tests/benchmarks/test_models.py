@@ -17,7 +17,7 @@ from benchmarks.models.sizes import batches, of_other_size
 from benchmarks.models.table import MODELS, PROMISED
 from benchmarks.models.training import Run, difference, retrace, train, train_with_noise, updates
 from benchmarks.models.worker import counted, outcome
-from daceml_train.driver import function
+from daceml_train.driver import backward_pass
 
 
 class Small(nn.Module):
@@ -157,11 +157,11 @@ def test_a_cotangent_of_the_first_batchs_size_is_found(tmp_path: Path, monkeypat
     row = Model("returning", Returning, ROW.batch)
     found = outcome(row, tmp_path)
     assert (found.kind, found.sizes, found.whole, found.dynamic) == ("right", "5, 4", "", "")
-    filled = function._filled
+    filled = backward_pass._filled
 
     def stale(graph: Any, number: int, cotangent: Tensor | None, inputs: Any) -> Tensor:
         result = filled(graph, number, cotangent, inputs)
         return result if cotangent is not None else result.new_zeros((5, *result.shape[1:]))
 
-    monkeypatch.setattr(function, "_filled", stale)
+    monkeypatch.setattr(backward_pass, "_filled", stale)
     assert outcome(row, tmp_path).kind == "raised"

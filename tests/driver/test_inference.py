@@ -79,8 +79,8 @@ def test_prepared_once(pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.Mo
     before = [weights.computed for weights in seen]
     for _ in range(3):
         agree(model, optimized, torch.randn(2, 3, 16, 16))
-    assert len(seen) == 8
-    assert [weights.computed for weights in seen[:2]] == before
+    assert [weights.computed for weights in seen[:2]] == before[:2]
+    assert len({id(weights) for weights in seen}) == 2
 
 
 def test_against_float64(pair: tuple[nn.Module, nn.Module]) -> None:
