@@ -76,12 +76,15 @@ class Tree(nn.Module):
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """An attribute that is another."""
-    before = getattr(owner, name)
+    before, inherited = getattr(owner, name), isinstance(owner, type) and name not in vars(owner)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 @contextmanager

@@ -54,7 +54,10 @@ def test_options(options: dict[str, Any], message: str) -> None:
         (lambda own: own.plan(object(), 2), "trials is a list of settings, a dictionary for each trial, given object"),
         (lambda own: own.run_all({"lr": 0.1}, 2), "trials is a list of settings, .* given dict"),
         (lambda own: own.run_all([{"lr": 0.1}], 2, progress=5), "progress is a function of .*, given 5"),
-        (lambda own: dt.run_trials(5, [{"lr": 0.1}], 2), "make is a function that returns a daceml_train.Stages, given int"),
+        (
+            lambda own: dt.run_trials(5, [{"lr": 0.1}], 2),
+            "make is a function that returns a daceml_train.Stages, given int",
+        ),
         (lambda own: dt.run_trials(stages, {"lr": 0.1}, 2), "trials is a list of settings, .* given dict"),
         (lambda own: dt.run_trials(stages, [{"lr": 0.1}], 2, workers="2"), "workers is a whole number from 1 on"),
         (lambda own: dt.run_trials(stages, [{"lr": 0.1}], 2, restarts=-1), "restarts is a whole number from 0 on"),
