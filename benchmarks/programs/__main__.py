@@ -74,7 +74,8 @@ def run(
             try:
                 way.step(number)
             except Exception as error:  # each is a finding
-                where = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip().split("\n")[0]
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{Path(place.filename).name}:{place.lineno}"
                 row.differs["error"] = f"step {number}: {type(error).__name__}: {error} ({where})"[:600]
                 continue
             row.steps = number + 1

@@ -68,11 +68,11 @@ def _factory(path: str, name: str) -> Callable[[], Any]:
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(path).resolve().parent))
     spec.loader.exec_module(module)
-    factory = getattr(module, name, None)
+    factory: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(factory):
         own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == spec.name]
         raise Failure(f"{path} has no function {name!r}{nearest(name, own)}")
-    return factory  # type: ignore[no-any-return]
+    return factory
 
 
 def _required(parameter: inspect.Parameter) -> bool:

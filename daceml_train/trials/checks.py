@@ -75,8 +75,9 @@ def noted(where: Callable[[], str]) -> Iterator[None]:
 
 def as_rungs(until: int | Sequence[int]) -> tuple[int, ...]:
     """The numbers of steps at which values are wanted. Raises `Invalid` where they are none, or out of order."""
-    several = isinstance(until, Sequence) or (isinstance(until, np.ndarray) and until.ndim == 1)
-    found: tuple[Any, ...] = tuple(until) if several else (until,)  # type: ignore[arg-type]
+    given: Any = until
+    several = isinstance(given, Sequence) or (isinstance(given, np.ndarray) and given.ndim == 1)
+    found = tuple(given) if several else (given,)
     if not found or not all(is_count(rung, 1) for rung in found):
         raise Invalid(f"until is a positive number of steps, or several in order, given {until!r}")
     rungs = tuple(map(int, found))

@@ -1,5 +1,5 @@
-"""How a call enters compiled code: with the settings of `torch.compile`'s own wrapper, of which most matter to a
-compilation alone, in a third of its time, which is as long as a small model's forward pass.
+"""How a call enters compiled code: as by `torch.compile`'s own wrapper, without the settings that matter to a
+compilation alone, which take as long as a kernel of a small model.
 
 Where something is unusual, as a stance of `torch.compiler.set_stance` or an export, that wrapper takes the call.
 """

@@ -87,7 +87,8 @@ torch.library.register_vmap(NAME, _batched, lib=_library)
 
 def _operator(operands: Sequence[torch.Tensor], program: str) -> Sequence[torch.Tensor]:
     _refuse_forward_mode("an expression", operands)
-    return torch.ops.daceml_train.expression(operands, program)  # type: ignore[no-any-return]
+    results: Sequence[torch.Tensor] = torch.ops.daceml_train.expression(operands, program)
+    return results
 
 
 class _Transformed(torch.autograd.Function):

@@ -247,7 +247,7 @@ class Cell:
                 decoded(entry, note)
         self.shared = list(found)
         self.outputs: tuple[int, ...] = ()
-        self.traced: Any = None
+        self.traced: fx.GraphModule | None = None
         self.given = self.inputs or (NUMBER,)
         """The types of the inputs; a cell without any takes the number of the call."""
         self.sources: list[dict[Any, None]] = [{} for _ in self.inputs]
@@ -326,26 +326,28 @@ class Cell:
 
     def _any_count(self) -> fx.GraphModule:
         """The operators of PyTorch that compute the rows, for any number of them."""
-        if self.traced is not None:
-            return self.traced  # type: ignore[no-any-return]
         with TRACING:
-            shared = [s.tensor for s in self.shared]
-            dims = (*[0] * len(self.given), *[None] * len(shared))
+            if self.traced is None:
+                self.traced = self._trace()
+            return self.traced
 
-            def body(*given: torch.Tensor) -> Any:
-                return tuple(self.single(given[: len(self.given)], given[len(self.given) :]))
+    def _trace(self) -> fx.GraphModule:
+        shared = [s.tensor for s in self.shared]
+        dims = (*[0] * len(self.given), *[None] * len(shared))
 
-            def traced(count: int) -> fx.GraphModule:
-                examples = [torch.zeros(count, *m.shape, dtype=m.dtype, device=m.device) for m in self.given]
-                mapped = torch.func.vmap(body, in_dims=dims)
-                result = make_fx(mapped, tracing_mode="fake", _allow_non_fake_inputs=True)(
-                    *examples, *[t.detach() for t in shared]
-                )
-                result.graph.eliminate_dead_code()
-                return result
+        def body(*given: torch.Tensor) -> Any:
+            return tuple(self.single(given[: len(self.given)], given[len(self.given) :]))
 
-            self.traced = for_any_count({count: traced(count) for count in COUNTS})
-            return self.traced  # type: ignore[no-any-return]
+        def traced(count: int) -> fx.GraphModule:
+            examples = [torch.zeros(count, *m.shape, dtype=m.dtype, device=m.device) for m in self.given]
+            mapped = torch.func.vmap(body, in_dims=dims)
+            result = make_fx(mapped, tracing_mode="fake", _allow_non_fake_inputs=True)(
+                *examples, *[t.detach() for t in shared]
+            )
+            result.graph.eliminate_dead_code()
+            return result
+
+        return for_any_count({count: traced(count) for count in COUNTS})
 
     def graph(self, rows: Dim) -> Graph:
         """The rows as a graph of operators, whose inputs are `given`, then `shared`.
