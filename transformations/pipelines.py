@@ -43,6 +43,7 @@ from daceml_train.transformations.layout.convolution_as_matmul import Convolutio
 from daceml_train.transformations.layout.fuse_matmul_epilogue import FuseMatmulEpilogue
 from daceml_train.transformations.layout.matmul_bias import FuseMatmulBias
 from daceml_train.transformations.layout.pack_weights import PackWeights
+from daceml_train.transformations.layout.winograd_convolution import WinogradConvolution
 
 catalog.load()  # texts of pipelines may name any pass
 
@@ -84,7 +85,13 @@ TRAINING = Pipeline(
         DeadCode(),
     ),
     fusion=FUSION,
-    layout=(FuseMatmulBias(), AssignLayouts(), ConvolutionAsMatmul()),
+    layout=(
+        FuseMatmulBias(),
+        AssignLayouts(),
+        WinogradConvolution(),
+        FuseMatmulEpilogue(),
+        ConvolutionAsMatmul(),
+    ),
     global_movement=(
         DeadCode(),
         RematerializeCheap(),

@@ -32,6 +32,7 @@ from daceml_train.ops import (
     requirement,
     resample,
     softmax,
+    winograd,
 )
 
 __all__ = [
@@ -63,4 +64,5 @@ __all__ = [
     "requirement",
     "resample",
     "softmax",
+    "winograd",
 ]

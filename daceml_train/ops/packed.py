@@ -14,7 +14,7 @@ import numpy as np
 from daceml_train.errors import Invalid
 from daceml_train.ops.convolution import Convolution
 from daceml_train.ops.kernel import Kernel
-from daceml_train.ops.movement import Concat, Pad, Reorder
+from daceml_train.ops.movement import Pad, Reorder
 from daceml_train.ops.operator import Array, Operator, Value
 from daceml_train.tensor import Dim, Tensor, channels_last, product, same_shape, simplify
 
@@ -43,18 +43,6 @@ def packed_filters(weight: Value) -> Value:
     """The weight [C, 1, H, W] of a depthwise convolution as [H W, C]."""
     rows = weight.permute((2, 3, 1, 0))
     return rows.view((product(rows.shape[:3]), rows.shape[3])).apply(Reorder((0, 1)))
-
-
-def transformed_filter(weight: Value) -> Value:
-    """A weight [K, C, 3, 3] as panels of the 16 matrices [C, K] that F(2x2, 3x3) multiplies tiles with: `G w G^T`."""
-    result = weight
-    for dim in (2, 3):
-        first, middle, last = (result.slice(dim, i, i + 1) for i in range(3))
-        outer = (first + last) * 0.5
-        inner = middle * 0.5
-        result = first.apply(Concat(dim=dim), outer + inner, outer - inner, last)
-    rows = result.permute((2, 3, 1, 0))
-    return packed(rows.view((product(rows.shape[:3]), rows.shape[3])))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +119,7 @@ class Images(Packed):
 class PackedConvolution(Images):
     """The convolution of images [N, C, H, W] with a weight in panels, each column its elements in the order H, W, C.
 
-    With `tiled`, it is computed in tiles of 2x2 results from the output of `transformed_filter` for a 3x3 weight:
+    With `tiled`, it is computed in tiles of 2x2 results from the output of `winograd_filter` for a 3x3 weight:
     F(2x2, 3x3) of https://arxiv.org/abs/1509.09308.
     """
 

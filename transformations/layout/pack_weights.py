@@ -21,8 +21,8 @@ from daceml_train.ops.packed import (
     packed,
     packed_filter,
     packed_filters,
-    transformed_filter,
 )
+from daceml_train.ops.winograd import WinogradFilter
 from daceml_train.passes.base import Match, Rewrite, Uses
 from daceml_train.tensor import (
     Dim,
@@ -130,9 +130,8 @@ class PackWeights(Rewrite):
         if op.groups > 1:
             return x.apply(PackedDepthwise(**options), packed_filters(weight))
         options |= {"dilation": op.dilation, "tiled": self.in_tiles(match, op, weight)}
-        return x.apply(
-            PackedConvolution(**options), (transformed_filter if options["tiled"] else packed_filter)(weight)
-        )
+        filters = weight.apply(WinogradFilter()) if options["tiled"] else packed_filter(weight)
+        return x.apply(PackedConvolution(**options), filters)
 
     def in_tiles(self, match: Match, op: Convolution, weight: Value) -> bool:
         """Whether a convolution is computed in tiles."""
