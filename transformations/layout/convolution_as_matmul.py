@@ -42,20 +42,10 @@ class ConvolutionAsMatmul(Rewrite):
     row: int = 2 << 20
 
     def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
-        conv, reordered = node, False
-        if isinstance(node.op, Reorder):  # of a weight's gradient, which the matmul writes in the wanted order
-            conv = uses.producers.get(node.inputs[0], node)
-            reordered = isinstance(conv.op, ConvolutionWeightGrad) and uses.only_reader(node.inputs[0], node)
-            if not reordered or node.op.order != ROWS:
-                return None
-        elif isinstance(node.op, ConvolutionWeightGrad):
-            readers = uses.readers[node.outputs[0]]
-            follows = len(readers) == 1 and isinstance(readers[0].op, Reorder) and readers[0].op.order == ROWS
-            if follows and node.outputs[0] not in uses.visible:
-                return None
-        if not isinstance(conv.op, Geometry):
+        conv = convolution_at(uses, node)
+        if conv is None:
             return None
-        return {"problem": Problem.of(conv, uses), "conv": conv, "reordered": reordered}
+        return {"problem": Problem.of(conv, uses), "conv": conv, "reordered": conv is not node}
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
         problem: Problem = match.bindings["problem"]
@@ -101,14 +91,32 @@ class ConvolutionAsMatmul(Rewrite):
                 x, w, *bias = operands
                 rows, factor = problem.windows(x), problem.matrix(w).T
                 (output,) = builder.emit(MatmulAdd(), bias[0], rows, factor) if bias else (rows @ factor,)
-                result = _in_order(problem.image(output, problem.y), wanted)
+                result = in_order(problem.image(output, problem.y), wanted)
             case ConvolutionInputGrad():
                 g, w = operands
-                result = _in_order(problem.summed(_rows(g) @ problem.matrix(w)), wanted)
+                result = in_order(problem.summed(_rows(g) @ problem.matrix(w)), wanted)
             case _:
                 g, x = operands
                 result = problem.filter(_rows(g).T @ problem.windows(x), wanted)
         return (_as_sequence(result) if problem.sequence else result,)
+
+
+def convolution_at(uses: Uses, node: Node) -> Node | None:
+    """The convolution or gradient that a node is.
+
+    Where a weight's gradient is reordered to be row-major, and for that alone, the root is the reorder: kernels of
+    ours write the wanted order.
+    """
+    if isinstance(node.op, Reorder):
+        conv = uses.producers.get(node.inputs[0], node)
+        alone = isinstance(conv.op, ConvolutionWeightGrad) and uses.only_reader(node.inputs[0], node)
+        return conv if alone and node.op.order == ROWS else None
+    if isinstance(node.op, ConvolutionWeightGrad):
+        readers = uses.readers[node.outputs[0]]
+        follows = len(readers) == 1 and isinstance(readers[0].op, Reorder) and readers[0].op.order == ROWS
+        if follows and node.outputs[0] not in uses.visible:
+            return None
+    return node if isinstance(node.op, Geometry) else None
 
 
 @dataclass(frozen=True)
@@ -211,7 +219,7 @@ class Problem:
             k, c, h, w = self.weight.shape
             return matrix.view((k, h, w, c)).permute((0, 3, 1, 2))
         result = matrix.view(self.weight.shape)
-        return _in_order(result, wanted) if self.back(wanted) else result
+        return in_order(result, wanted) if self.back(wanted) else result
 
     @property
     def geometry(self) -> dict[str, Any]:
@@ -270,7 +278,7 @@ def _rows(x: Value) -> Value:
     return pixels.view((product(pixels.shape[:3]), pixels.shape[3]))
 
 
-def _in_order(x: Value, wanted: Tensor) -> Value:
+def in_order(x: Value, wanted: Tensor) -> Value:
     """The value in the memory order of `wanted`."""
     if x.tensor.order == wanted.order:
         return x

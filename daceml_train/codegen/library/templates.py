@@ -16,7 +16,7 @@ from daceml_train.codegen.library.depthwise import depthwise_weight_gradient
 from daceml_train.codegen.library.im2col import sums_of, windows_of
 from daceml_train.codegen.library.index_add import add_rows, row_gradient
 from daceml_train.codegen.library.launch import launch_of
-from daceml_train.codegen.library.winograd import transformed_filters
+from daceml_train.codegen.library.winograd import transformed_filters, weight_gradient
 from daceml_train.ops.fused_attention import FusedAttention, FusedAttentionGrad, Masked, threshold
 from daceml_train.ops.operator import Operator
 from daceml_train.tensor import Dim, DType, product, same, symbol
@@ -105,5 +105,6 @@ TEMPLATES: dict[str, Rule] = {
     "add_rows": add_rows,
     "embedding_grad": row_gradient,
     "winograd_filter": transformed_filters,
+    "winograd_weight_grad": weight_gradient,
 }
 """Operator -> the kernel for these layouts, None if the library or generated code is better."""
