@@ -97,4 +97,3 @@ class WinogradWeightGrad(Operator):
 def _window(padding: tuple[int, int]) -> Convolution:
     """The convolution with windows of 3x3, each once."""
     return Convolution(stride=(1, 1), padding=padding, dilation=(1, 1), output_padding=(0, 0))
-

@@ -16,7 +16,6 @@ from daceml_train.ops.packed import (
     packed,
     packed_filter,
     packed_filters,
-    transformed_filter,
 )
 from daceml_train.tensor import DType, Tensor
 from tests.ops.checking import numbers
@@ -54,16 +53,6 @@ def test_convolution(window: dict[str, Any]) -> None:
     want = F.conv2d(
         torch.as_tensor(x), torch.as_tensor(w), None, window["stride"], window["padding"], window["dilation"]
     )
-    np.testing.assert_allclose(value(build, x, w), want, rtol=1e-11, atol=1e-12)
-
-
-def test_convolution_in_tiles() -> None:
-    x, w = numbers(2, 5, 6, 7), numbers(40, 5, 3, 3)
-
-    def build(x: Value, w: Value) -> Value:
-        return x.apply(PackedConvolution(columns=40, tiled=True, **WINDOWS[0]), transformed_filter(w))
-
-    want = F.conv2d(torch.as_tensor(x), torch.as_tensor(w), padding=1)
     np.testing.assert_allclose(value(build, x, w), want, rtol=1e-11, atol=1e-12)
 
 

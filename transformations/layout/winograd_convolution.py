@@ -1,4 +1,4 @@
-"""WinogradConvolution: 3x3 convolutions of a training step, and their gradients, with 16 multiplications instead of 36."""
+"""WinogradConvolution: 3x3 convolutions and their gradients with 16 multiplications instead of 36."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class WinogradConvolution(Rewrite):
 
     Tiles take 16 multiplications where windows take 36 (https://arxiv.org/abs/1509.09308). Filters are transformed in
     each step, which costs as much as some sixty tiles, so there must be at least `tiles`, half as many for the gradient
-    of the weight, and a third fewer multiplications in all: small images fill their tiles badly. The pass handles float32 images that are channels-last,
-    with channels that fill vectors. Results differ by slightly more rounding, and an infinity or NaN spreads to its
-    tiles. Bytes: the library's reorders of the weight are saved; the transformed filter is written and read.
+    of the weight, and a third fewer multiplications in all: small images fill their tiles badly. The pass handles
+    float32 images that are channels-last, with channels that fill vectors. Results differ by slightly more rounding,
+    and an infinity or NaN spreads to its tiles. Bytes: the library's reorders of the weight are saved; the transformed
+    filter is written and read.
     """
 
     level = "layout"
@@ -72,14 +73,15 @@ class WinogradConvolution(Rewrite):
         yield 16 * tiles <= 6 * pixels, f"{tiles:.0f} tiles have only {pixels:.0f} results"
 
     def traffic(self, match: Match) -> Dim:
-        uses, nodes = match.uses, list(dict.fromkeys((match.bindings["conv"], match.root)))
+        uses, conv, weight = match.uses, match.bindings["conv"], self.filter(match)
         before, after = Graph("before"), Graph("after")
-        names = {*nodes[0].inputs, self.filter(match)}
+        names = dict.fromkeys((*conv.inputs, weight))
         now = {name: [g.input(name, uses.graph.tensors[name], Role.input) for g in (before, after)] for name in names}
-        (last,) = before.emit(nodes[0].op, *(now[name][0] for name in nodes[0].inputs))
-        for node in nodes[1:]:
-            last = last.apply(node.op)
-        before.output(last)
+        operands = {name: values[0] for name, values in now.items()}
+        if weight != conv.inputs[1] and uses.only_reader(conv.inputs[1], conv):  # the reorder goes, too
+            operands[conv.inputs[1]] = operands[weight].apply(uses.producers[conv.inputs[1]].op)
+        (last,) = before.emit(conv.op, *(operands[name] for name in conv.inputs))
+        before.output(last if match.root is conv else last.apply(match.root.op))
         after.output(*self.emit(match, after, {name: values[1] for name, values in now.items()}))
         return simplify(traffic(after).bytes - traffic(before).bytes)
 
