@@ -89,6 +89,12 @@ EXTRA = {
         "%y = convolution(%x, %w, stride=(1, 1), padding=(1, 1), dilation=(1, 1), output_padding=(0, 0))",
         "%y",
     ),
+    "winograd_convolution": program(
+        "x: f32[8, 16, 10, 9]@0231, w: f32[32, 16, 3, 3]",
+        "%v = reorder(%w, order=(0, 2, 3, 1))\n"
+        "%y = convolution(%x, %v, stride=(1, 1), padding=(1, 1), dilation=(1, 1), output_padding=(0, 0))",
+        "%y",
+    ),
     "concatenate_transposed": program(
         "a: f32[1, 2, 3, 4], b: f32[1, 2, 3, 4], w: f32[24, 5]",
         "%y = concat(%a, %b, dim=0)\n%p = permute(%y, dims=(1, 0, 2, 3))\n%v = view(%p, shape=(2, 24))\n%z = matmul(%v, %w)",

@@ -56,7 +56,7 @@ def weight_gradient(op: Operator, operands: Sequence[Layout], results: Sequence[
             raise Refused(f"{channels} channels do not fill vectors, or are not adjacent")
     squares = groups(x.shape[1], SIDE) * groups(grad.shape[1], SIDE)
     rows, columns = grad.shape[2:]
-    parts = parts_of(hint(tiles_of(grad.shape)), squares)
+    parts = split_count(hint(tiles_of(grad.shape)), squares)
     steps = (strides[d] for strides in (x.strides, grad.strides) for d in (0, 2, 3))
     held = 4 * (SUM + SIDE + 2 * 16 * CHUNK * (SIDE + WIDEST))
     sizes = (x.shape[0], x.shape[1], *x.shape[2:], grad.shape[1], rows, columns, *op.padding, parts)
@@ -66,7 +66,7 @@ def weight_gradient(op: Operator, operands: Sequence[Layout], results: Sequence[
     return launch_of("winograd_gradient.h", call, (held, *sizes, *steps, *w.strides), units, work, scratch)
 
 
-def parts_of(tiles: float, squares: int) -> int:
+def split_count(tiles: float, squares: int) -> int:
     """How many sums there are over parts of the tiles: as many units of work as many cores have use for."""
     return max(1, min(int(tiles // FEWEST), -(-UNITS // squares)))
 

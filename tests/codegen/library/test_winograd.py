@@ -10,7 +10,7 @@ import torch
 from daceml_train.codegen.cpu.compile import compile_kernels, load
 from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.codegen.kernel.loops import Layout
-from daceml_train.codegen.library.winograd import parts_of, tiles_of, transformed_filters, weight_gradient
+from daceml_train.codegen.library.winograd import split_count, tiles_of, transformed_filters, weight_gradient
 from daceml_train.errors import Refused
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.winograd import WinogradFilter, WinogradWeightGrad
@@ -88,8 +88,8 @@ def test_gradients_of_weights(tmp_path: Path) -> None:
 
 
 def test_parts_are_as_many_as_cores_have_use_for() -> None:
-    assert [parts_of(tiles, 1) for tiles in (100, 1100, 1_000_000)] == [1, 2, 64]
-    assert [parts_of(100_000, squares) for squares in (4, 64, 100)] == [16, 1, 1]
+    assert [split_count(tiles, 1) for tiles in (100, 1100, 1_000_000)] == [1, 2, 64]
+    assert [split_count(100_000, squares) for squares in (4, 64, 100)] == [16, 1, 1]
     assert tiles_of((3, 16, 9, 8)) == 3 * 5 * 4
 
 
