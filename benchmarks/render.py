@@ -15,6 +15,8 @@ from daceml_train.reporting import bytes_text
 
 RESULTS = ROOT / "benchmarks" / "results" / "train.json"
 PAGE = ROOT / "docs" / "results" / "performance.md"
+FLOORED = "Intel(R) Xeon(R) Processor"
+"""The processor whose floor is estimated."""
 FLOOR = {
     "resnet50": 1.30,
     "wide_resnet50_2": 1.58,
@@ -47,9 +49,8 @@ instead of returning it and requests huge pages, which most users do not set. Ra
 above 1 is faster than PyTorch. The best of PyTorch's variants counts, with the fused optimizer and, for images,
 channels-last. The floor is an estimate of what this processor allows. Cold is the extra time of a first step in a
 fresh process with empty caches, without the native executor, which is compiled once per PyTorch version. Warm is the
-same with filled caches. Peak memory is that of a warm process. Rows stay until they are measured again; the date is
-that of the newest row.
-"""
+same with filled caches. Peak memory is that of a warm process. Each processor has a table of its own, since ratios
+depend on it. Rows stay until they are measured again; the date is that of the newest row."""
 Networks = Mapping[str, Mapping[str, Any]]
 
 
@@ -59,38 +60,59 @@ def main() -> None:
 
 
 def write(results: dict[str, Any]) -> None:
-    """The page, and the picture beside it."""
+    """The page, and the picture beside it, of the processor that was measured last."""
     from benchmarks.figures import ratios
 
     PAGE.write_text("\n".join(page(results)) + "\n", encoding="utf-8")
-    drawn = {name: chosen for name, found in results["networks"].items() if (chosen := _ratios(found))}
+    _, newest = _newest_first(results)[0]
+    drawn = {name: chosen for name, found in newest["networks"].items() if (chosen := _ratios(found))}
     if drawn:
         ratios(drawn, PAGE.with_suffix(".png"))
 
 
+def _newest_first(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return sorted(results.items(), key=lambda pair: pair[1]["date"], reverse=True)
+
+
 def page(results: dict[str, Any]) -> Iterator[str]:
-    """The page line by line."""
+    """The page line by line: what each processor has, then networks one by one, each where it was measured last."""
     yield HEAD
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    yield f"Measured {results['date']} on {results['cores']} cores of {results['processor']}; {versions}.\n"
-    measured = {name: found for name, found in results["networks"].items() if _ratios(found)}
-    if measured:
-        yield from _summary(measured)
-        yield "\n![How many times as fast as the best of PyTorch](performance.png)\n"
-    yield f"| {' | '.join(COLUMNS)} |"
-    yield "|---" * len(COLUMNS) + "|"
-    for name, found in results["networks"].items():
-        yield f"| {' | '.join(_cells(name, found))} |"
-    yield from _mixed(results["networks"])
-    profiles = json.loads(profile.RESULTS.read_text(encoding="utf-8")) if profile.RESULTS.exists() else {"networks": {}}
+    drawn = False
+    for processor, found in _newest_first(results):
+        yield f"\n## {processor}\n"
+        versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+        yield f"Measured {found['date']} on {found['cores']} cores of {processor}; {versions}.\n"
+        measured = {name: row for name, row in found["networks"].items() if _ratios(row)}
+        floor = FLOOR if processor.startswith(FLOORED) else {}
+        if measured:
+            yield from _summary(measured, floor)
+            yield "" if drawn else "\n![How many times as fast as the best of PyTorch](performance.png)\n"
+            drawn = True
+        yield f"| {' | '.join(COLUMNS)} |"
+        yield "|---" * len(COLUMNS) + "|"
+        for name, row in found["networks"].items():
+            yield f"| {' | '.join(_cells(name, row, floor))} |"
+        yield from _mixed(found["networks"])
     yield from levers.page()
-    for name, found in results["networks"].items():
-        yield from _section(found)
-        if where := profiles["networks"].get(name):
-            yield f"\nWhere the time goes, {where['ms']:.0f} ms in all (`python -m benchmarks.profile {name}`):\n"
-            yield from profile.lines(where)
-        if message := levers.LIMITS.get(name):
-            yield f"\n{message}"
+    yield from _networks(results)
+
+
+def _networks(results: Mapping[str, Any]) -> Iterator[str]:
+    """A section per network, of the processor that measured it last."""
+    profiles = json.loads(profile.RESULTS.read_text(encoding="utf-8")) if profile.RESULTS.exists() else {"networks": {}}
+    shown: set[str] = set()
+    for processor, found in _newest_first(results):
+        for name, row in found["networks"].items():
+            if name in shown:
+                continue
+            shown.add(name)
+            yield from _section(row, processor)
+            same = processor.startswith(str(profiles.get("processor")))
+            if same and (where := profiles["networks"].get(name)):
+                yield f"\nWhere the time goes, {where['ms']:.0f} ms in all (`python -m benchmarks.profile {name}`):\n"
+                yield from profile.lines(where)
+            if processor.startswith(FLOORED) and (message := levers.LIMITS.get(name)):
+                yield f"\n{message}"
 
 
 # ---- one line per network -------------------------------------------------------------------------------------------
@@ -137,7 +159,7 @@ def _starts(found: Mapping[str, Any]) -> dict[str, float]:
     return results
 
 
-def _cells(name: str, found: Mapping[str, Any]) -> list[str]:
+def _cells(name: str, found: Mapping[str, Any], floors: Mapping[str, float]) -> list[str]:
     title = found["title"].split(",")[0]
     if not (chosen := _ratios(found)):
         return [title, "not measured", *[""] * (len(COLUMNS) - 2)]
@@ -147,7 +169,7 @@ def _cells(name: str, found: Mapping[str, Any]) -> list[str]:
     def text(value: float | None, digits: int = 2) -> str:
         return "" if value is None else f"{value:.{digits}f}"
 
-    floor = FLOOR.get(name)
+    floor = floors.get(name)
     return [
         title,
         stock[0],
@@ -199,7 +221,7 @@ def _mixed(networks: Networks) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def _summary(networks: Networks) -> Iterator[str]:
+def _summary(networks: Networks, floor: Mapping[str, float]) -> Iterator[str]:
     """Geometric means and extremes beside what they should be."""
     chosen = {name: _ratios(found) for name, found in networks.items()}
     starts = {name: _starts(found) for name, found in networks.items()}
@@ -216,7 +238,7 @@ def _summary(networks: Networks) -> Iterator[str]:
 
     cold = {name: row["cold"] / row["inductor"] for name, row in starts.items() if row.get("inductor")}
     mixed = [ratio for found in networks.values() if (ratio := _mixed_ratio(found))]
-    shares = {name: row["step"] / FLOOR[name] for name, row in chosen.items() if name in FLOOR}
+    shares = {name: row["step"] / floor[name] for name, row in chosen.items() if name in floor}
     rows = [
         ("`training_step`, times as fast as the best of PyTorch, geometric mean", "1.35", mean(chosen, "step")),
         ("the same, PyTorch with tuned memory allocation", "1.15", mean(chosen, "tuned")),
@@ -241,12 +263,15 @@ def _summary(networks: Networks) -> Iterator[str]:
     yield "| what | goal | measured |"
     yield "|---|---|---|"
     for what, goal, measured in rows:
+        if not measured:
+            continue
         yield f"| {what} | {goal} | {measured} |"
 
 
 # ---- one section per network ----------------------------------------------------------------------------------------
-def _section(found: Mapping[str, Any]) -> Iterator[str]:
+def _section(found: Mapping[str, Any], processor: str) -> Iterator[str]:
     yield f"\n## {found['title']}\n"
+    yield f"{processor}.\n"
     if "error" in found:
         yield f"Not measured: {found['error'].splitlines()[-1]}"
         return

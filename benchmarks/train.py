@@ -7,7 +7,8 @@
 Gradients, buffers and update are compared with PyTorch's first. Then each variant runs in a process of its own, since
 what one leaves in the allocator speeds up another, and all are visited in turn: PyTorch's with glibc's settings and
 with tuned ones. Times are medians of undisturbed visits; the ratios compare with the best of PyTorch's variants. Cold
-and warm starts are fresh processes, with an empty cache and with a filled one. Figures are written after each network.
+and warm starts are fresh processes, with an empty cache and with a filled one. Figures are written after each network,
+for the processor at hand; those of other processors stay.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name not in VARIANTS:
             parser.error(f"no variant is called {name!r}; known: {', '.join(VARIANTS)}")
     console = Console(width=None if sys.stdout.isatty() else 140)
-    results: dict[str, Any] = {"networks": {}}
-    if options.update and options.json.exists():
-        results = json.loads(options.json.read_text(encoding="utf-8"))
-    results |= surroundings()
+    everything: dict[str, Any] = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
+    about = surroundings()
+    results: dict[str, Any] = everything.get(processor(), {}) if options.update else {}
+    everything[processor()] = results = {"networks": {}} | results | about
     failed = False
     for name in options.networks or TWELVE:
         network = NETWORKS[name]
@@ -96,21 +97,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         order = list(NETWORKS)
         results["networks"] = dict(sorted(results["networks"].items(), key=lambda pair: order.index(pair[0])))
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
     if options.json == RESULTS:
-        render.write(results)
+        render.write(everything)
     console.print(f"figures: {options.json}")
     return int(failed)
 
 
+def _cpuinfo(field: str) -> str:
+    """A field of the first processor; empty where the system does not say."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith(field)), "")
+
+
+def processor() -> str:
+    """The processor and its widest vectors: figures of different ones do not stand in one table."""
+    flags, features = _cpuinfo("flags").split(), {"amx_tile": "AMX", "avx512f": "AVX-512", "avx512_bf16": "bf16"}
+    found = [title for flag, title in features.items() if flag in flags]
+    return f"{_cpuinfo('model name') or platform.processor()}, {' '.join(found) or 'no AVX-512'}"
+
+
 def surroundings() -> dict[str, Any]:
     """Date, processor and versions."""
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
     versions = {name: version(name) for name in ("torch", "dace", "daceml_train")}
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "processor": names[0] if names else platform.processor(),
+        "processor": _cpuinfo("model name") or platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "versions": versions | {"python": platform.python_version()},
     }

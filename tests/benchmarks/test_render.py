@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import render
-from benchmarks.render import page
+from benchmarks.render import FLOORED, page
 
 TIMING = {"lower": 9.0, "upper": 11.0, "faults": 5.0, "disturbed": False}
 START = {"seconds": 0.0, "stages": {}, "peak_bytes": 6e8}
@@ -48,8 +48,19 @@ RESULTS = {
 }
 
 
+OLDER = RESULTS | {
+    "date": "2025-01-01 00:00 UTC",
+    "processor": FLOORED,
+    "networks": {"gpt2": RESULTS["networks"]["gpt2"]},
+}  # type: ignore[index]
+BOTH = {FLOORED: OLDER, "A processor, AVX-512": RESULTS}
+
+
 def test_page() -> None:
-    text = "\n".join(page(RESULTS))
+    text = "\n".join(page(BOTH))
+    assert text.index("## A processor, AVX-512") < text.index(f"## {FLOORED}"), "the newest comes first"
+    assert "| GPT-2 | eager | 10.0 | 7.0 | 5.0 | **2.00** | 1.40 |  |  | 0.50 | 8.0 | 20.0 | 2.5 |" in text
+    assert text.count("## GPT-2, 4 layers") == 1 and text.count("performance.png") == 1
     assert "| GPT-2 | eager | 10.0 | 7.0 | 5.0 | **2.00** | 1.40 | 142 % |  | 0.50 | 8.0 | 20.0 | 2.5 |" in text
     assert "| daceml_train.training_step | 5.00 * | 9.00-11.00 | 2.00 |  | 0 | 300.0 MB | 8.0 | 2.5 |" in text
     assert "| PyTorch eager | 10.00 | 9.00-11.00 | 1.00 | 8.00 | 5 | 600.0 MB | 0.0 | 0.0 |" in text
@@ -62,6 +73,6 @@ def test_page() -> None:
 
 def test_page_and_picture_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "PAGE", tmp_path / "performance.md")
-    render.write(RESULTS)
+    render.write(BOTH)
     assert (tmp_path / "performance.md").read_text().endswith("\n")
     assert (tmp_path / "performance.png").read_bytes().startswith(b"\x89PNG")
