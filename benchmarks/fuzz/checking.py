@@ -180,7 +180,8 @@ def pipeline_of(case: Case) -> Any:
 
 
 def _unlimited(given: dt.Pass) -> dt.Pass:
-    return replace(given, min_bytes=0) if hasattr(given, "min_bytes") else given
+    limits = {"min_bytes": 0, "tiles": 0}
+    return replace(given, **{name: least for name, least in limits.items() if hasattr(given, name)})
 
 
 def references(case: Case) -> tuple[list[Tensor], list[Values], list[Values]]:

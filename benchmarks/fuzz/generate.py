@@ -63,7 +63,7 @@ def random_case(seed: int, most: int) -> Case:
         found = shapes_of(grown)
         if found is not None and math.prod(found[-1]) <= LARGEST and len(found[-1]) <= 5 and 0 not in found[-1]:
             case, shapes = grown, found
-    return _called(random, case)
+    return _widened(random, _called(random, case), shapes[-1])
 
 
 def _called(random: Random, case: Case) -> Case:
@@ -73,6 +73,17 @@ def _called(random: Random, case: Case) -> Case:
     results = tuple((i, random.random() < 0.5) for i in sorted(chosen))
     dynamic, backend = random.choice([None, None, True]), random.random() < 0.2
     return replace(case, results=results, dynamic=dynamic, backend=backend, unlimited=random.random() < 0.4)
+
+
+def _widened(random: Random, case: Case, shape: tuple[int, ...]) -> Case:
+    """Some models of images end with 3x3 convolutions of as many channels as kernels of this package expect."""
+    if len(shape) != 4 or random.random() < 0.5:
+        return case
+    use = random.choice(["", "h + ", "h * "])
+    text = f"h = {use}self.v{{n}}(F.relu(self.w{{n}}(F.relu(self.u{{n}}(h)))))"
+    convolutions = (("u", shape[1], 32), ("w", 32, 32), ("v", 32, shape[1]))
+    init = tuple(f"self.{name}{{n}} = nn.Conv2d({c}, {k}, 3, padding=1)" for name, c, k in convolutions)
+    return replace(case, layers=(*case.layers, Layer(text, init)))
 
 
 def shapes_of(case: Case) -> list[tuple[int, ...]] | None:

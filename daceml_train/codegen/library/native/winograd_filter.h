@@ -56,8 +56,9 @@ static inline void columns_of(const float* from, int64_t step, int64_t there, co
       }
     }
     transpose(x);
+    const int made = COUNT - begin < LANES ? COUNT - begin : LANES;
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES && begin + i < COUNT; ++i) to[(begin + i) * every] = x[i];
+    for (int i = 0; i < made; ++i) to[(begin + i) * every] = x[i];
   }
 }
 
