@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/profiler/api.h>
 
+#include "failure.h"
 #include "plan.h"
 #include "python_error.h"
 
@@ -34,8 +36,9 @@ struct Programs {
   Plan* forward = nullptr;
   Plan* backward = nullptr;                      // null: Python runs the backward pass
   std::vector<Output> forward_outputs, backward_outputs;
-  std::vector<std::vector<int64_t>> copied;      // per result, the strides of its copy; empty: it is not copied
+  std::vector<std::optional<std::vector<int64_t>>> copied;  // per result, the strides of its copy, if it is copied
   _object *told_forward = nullptr, *told_backward = nullptr;  // what is told the seconds of a run, if anything is
+  _object *failed_forward = nullptr, *failed_backward = nullptr;  // what raises the error of a run, given its status
   // What is computed from inputs that seldom change: those, their fingerprint, and the operands that the forward program
   // takes instead of all inputs, each the position of an input, or an object.
   std::vector<int64_t> watched;
@@ -62,19 +65,28 @@ inline bool is_usual(const Programs& programs) {
          !torch::profiler::impl::profilerEnabled();
 }
 
-// False: a tensor is not as the plan expects, or a launch failed; Python's run says why.
-inline bool run(Plan& plan, const std::vector<void*>& inputs, const std::vector<Output>& outputs,
-                std::vector<at::Tensor>& to, double& seconds) {
-  try {
-    const double begin = now();
-    const std::vector<at::Tensor> owned = outputs_of(plan, inputs);
-    seconds = now() - begin;
-    const PlainDispatch guards;
-    for (const Output& output : outputs) to.push_back(output.of(owned));
-    return true;
-  } catch (const std::exception&) {
-    return false;
-  }
+// The status of a run. After `mismatch` nothing has run, and Python is to run the program, with copies. After a failure
+// memory may have been written: there is no other run, and `raise_failure` says why.
+inline int run(Plan& plan, const std::vector<void*>& inputs, const std::vector<Output>& outputs,
+               std::vector<at::Tensor>& to, double& seconds) {
+  const double begin = now();
+  std::vector<void*> made(plan.outputs());
+  const int status = status_of(plan, inputs.data(), inputs.size(), made.data(), false);
+  if (status != ok) return status;
+  seconds = now() - begin;
+  const std::vector<at::Tensor> owned = owned_by_caller(made);
+  const PlainDispatch guards;
+  for (const Output& output : outputs) to.push_back(output.of(owned));
+  return ok;
+}
+
+// In the thread of the run that failed.
+[[noreturn]] inline void raise_failure(_object* failed, int status) {
+  const Interpreter lock;
+  const Owned number(PyLong_FromLong(status));
+  _object* arguments[] = {number.get()};
+  const Owned nothing(number ? PyObject_Vectorcall(failed, arguments, 1, nullptr) : nullptr);
+  throw python_error();
 }
 
 inline at::Tensor copy_of(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
