@@ -151,36 +151,16 @@ struct CompiledCall {
            });
   }
 
-  // An argument; in the place of a tensor without a gradient one of the same memory and version: what is written into the
-  // argument later may have a gradient by this call, and own the node, which would then own itself.
-  _object* without_history(_object* argument) const {
-    void* tensor = tensor_of(argument);
-    if (tensor == nullptr || static_cast<c10::TensorImpl*>(tensor)->requires_grad()) return new_reference(argument);
-    return THPVariable_Wrap(tensor_at(tensor).tensor_data());
-  }
-
   void connect(_object* self, _object* const* arguments, std::ptrdiff_t count, const std::vector<void*>& tensors,
                const std::vector<at::Tensor>& outputs, std::shared_ptr<const Programs> ran) const;
 };
 
 using torch::autograd::variable_list;
 
-// A reference that may be given up without the lock of the interpreter.
-struct Shared {
-  explicit Shared(_object* owned) : object(owned) {}
-  ~Shared() {
-    const Interpreter lock;
-    if (lock) Py_DecRef(object);
-  }
-  Shared(const Shared&) = delete;
-  Shared& operator=(const Shared&) = delete;
-  _object* const object;
-};
-
 struct CompiledGraphBackward : torch::autograd::Node {
   std::shared_ptr<const Programs> programs;
   const CompiledCall* op = nullptr;
-  std::shared_ptr<const Shared> owner, arguments;  // of `op`, and of the call
+  std::shared_ptr<const Given> call;  // owns `op`
   std::vector<torch::autograd::SavedVariable> saved;
   std::vector<int64_t> versions;  // of all inputs
   bool released = false;
@@ -190,23 +170,23 @@ struct CompiledGraphBackward : torch::autograd::Node {
   // Another thread may be in `apply`.
   void release_variables() override {
     std::vector<torch::autograd::SavedVariable> dropped;
-    std::shared_ptr<const Shared> given;
+    std::shared_ptr<const Given> given;
     const std::lock_guard<std::mutex> lock(mutex_);
     released = true;
-    dropped.swap(saved), given.swap(arguments);
+    dropped.swap(saved), given.swap(call);
   }
 
   variable_list apply(variable_list&& cotangents) override {
     variable_list kept;
-    std::shared_ptr<const Shared> given;
+    std::shared_ptr<const Given> given;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       TORCH_CHECK(!released, "a second backward pass through a compiled graph; the first needs retain_graph=True");
       for (const auto& each : saved) kept.push_back(each.unpack(getptr()));
-      given = arguments;
+      given = call;
     }
     variable_list found;
-    return natively(cotangents, kept, found) ? found : in_python(cotangents, kept, given->object);
+    return natively(cotangents, kept, found) ? found : in_python(cotangents, kept, *given);
   }
 
  private:
@@ -237,23 +217,24 @@ struct CompiledGraphBackward : torch::autograd::Node {
   }
 
   // Gradients of gradients, of cotangents that are absent, and whatever else is not as usual.
-  variable_list in_python(const variable_list& cotangents, const variable_list& kept, _object* arguments) const {
+  variable_list in_python(const variable_list& cotangents, const variable_list& kept, const Given& given) const {
     const Interpreter lock;
     const Owned values(PyTuple_New(static_cast<std::ptrdiff_t>(kept.size())));
-    const Owned given(PyTuple_New(static_cast<std::ptrdiff_t>(cotangents.size())));
+    const Owned results(PyTuple_New(static_cast<std::ptrdiff_t>(cotangents.size())));
     const Owned numbers(PyTuple_New(static_cast<std::ptrdiff_t>(versions.size())));
-    if (!values || !given || !numbers) throw python_error();
+    const Owned arguments(given.tuple());
+    if (!values || !results || !numbers || !arguments) throw python_error();
     for (size_t i = 0; i < kept.size(); ++i) {
       PyTuple_SetItem(values.get(), static_cast<std::ptrdiff_t>(i), THPVariable_Wrap(kept[i]));
     }
     for (size_t i = 0; i < cotangents.size(); ++i) {
       _object* each = cotangents[i].defined() ? THPVariable_Wrap(cotangents[i]) : new_reference(none());
-      PyTuple_SetItem(given.get(), static_cast<std::ptrdiff_t>(i), each);
+      PyTuple_SetItem(results.get(), static_cast<std::ptrdiff_t>(i), each);
     }
     for (size_t i = 0; i < versions.size(); ++i) {
       PyTuple_SetItem(numbers.get(), static_cast<std::ptrdiff_t>(i), PyLong_FromLong(versions[i]));
     }
-    _object* all[] = {arguments, numbers.get(), values.get(), given.get()};
+    _object* all[] = {arguments.get(), numbers.get(), values.get(), results.get()};
     const Owned result(PyObject_Vectorcall(op->python_backward, all, 4, nullptr));
     if (!result) throw python_error();
     variable_list found;
@@ -284,10 +265,10 @@ inline void CompiledCall::connect(_object* self, _object* const* arguments, std:
   const auto node = counted<decltype(torch::autograd::Edge::function)>(made);
   made->programs = std::move(ran);
   made->op = this;
-  made->owner = std::make_shared<Shared>(new_reference(self));
-  _object* given = PyTuple_New(count);
-  made->arguments = std::make_shared<Shared>(given);
-  for (std::ptrdiff_t i = 0; i < count; ++i) PyTuple_SetItem(given, i, without_history(arguments[i]));
+  const auto given = std::make_shared<Given>(self);
+  given->arguments.reserve(static_cast<size_t>(count));
+  for (std::ptrdiff_t i = 0; i < count; ++i) given->add(arguments[i], tensor_of(arguments[i]));
+  made->call = given;
   torch::autograd::edge_list edges;
   for (const Wanted& each : wanted) {
     const at::Tensor tensor = tensor_at(tensors[static_cast<size_t>(each.input)]);

@@ -1,4 +1,4 @@
-// What calls of a compiled graph run: a forward and a backward program, for one set of sizes.
+// What calls of a compiled graph run: a forward and a backward program, for one set of sizes; and what they keep.
 #pragma once
 
 #include <atomic>
@@ -109,5 +109,47 @@ inline at::Tensor tensor_at(void* impl) {
   using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   return at::Tensor(Pointer::reclaim_copy(static_cast<c10::TensorImpl*>(impl)));
 }
+
+// A call: who was called, and the arguments. In the place of a tensor without a gradient there is one of the same memory
+// and version: what is written into the argument later may have a gradient by this call, and own the node, which would
+// then own itself. It may be given up without the lock of the interpreter.
+struct Given {
+  struct Argument {
+    _object* object = nullptr;  // null: `tensor`
+    at::Tensor tensor;
+  };
+  explicit Given(_object* self) : owner(new_reference(self)) {}
+  ~Given() {
+    const Interpreter lock;
+    if (!lock) return;
+    for (const Argument& each : arguments) {
+      if (each.object != nullptr) Py_DecRef(each.object);
+    }
+    Py_DecRef(owner);
+  }
+  Given(const Given&) = delete;
+  Given& operator=(const Given&) = delete;
+
+  void add(_object* argument, void* tensor) {
+    if (tensor == nullptr || static_cast<c10::TensorImpl*>(tensor)->requires_grad()) {
+      arguments.push_back({new_reference(argument), {}});
+    } else {
+      arguments.push_back({nullptr, tensor_at(tensor).tensor_data()});
+    }
+  }
+
+  _object* tuple() const {
+    const auto count = static_cast<std::ptrdiff_t>(arguments.size());
+    _object* made = PyTuple_New(count);
+    for (std::ptrdiff_t i = 0; made != nullptr && i < count; ++i) {
+      const Argument& each = arguments[static_cast<size_t>(i)];
+      PyTuple_SetItem(made, i, each.object != nullptr ? new_reference(each.object) : THPVariable_Wrap(each.tensor));
+    }
+    return made;
+  }
+
+  _object* const owner;
+  std::vector<Argument> arguments;
+};
 
 }  // namespace daceml
