@@ -38,7 +38,7 @@ SHARED = "an argument, a parameter, or a buffer shares memory with one that the 
 
 def draw_seed() -> torch.Tensor:
     """A 0-d int64 seed from PyTorch's CPU generator."""
-    return torch.empty((), dtype=torch.int64).random_()
+    return torch.empty((), dtype=torch.int64, device="cpu").random_()
 
 
 COUNTERS = 16
@@ -152,7 +152,7 @@ class CompiledGraph:
         found = self._laid_out(outputs[:results], tensors)
         if self._native is not None and not isinstance(ran, Ticket):
             pairs = zip(found, outputs, strict=False)
-            self._use_natively((ran, tuple(() if a is b else a.stride() for a, b in pairs)))
+            self._use_natively((ran, tuple(None if a is b else a.stride() for a, b in pairs)))
         return found, [] if results is None else outputs[results:], ran if isinstance(ran, Ticket) else None
 
     def _run(
@@ -309,17 +309,25 @@ def _counts(captured: Captured, name: str) -> bool:
     return entry.role is Role.buffer and isinstance(size, int) and size <= COUNTERS
 
 
+def without_history(value: Any) -> Any:
+    """A value; in the place of a tensor without a gradient one of the same memory and version.
+
+    What is written into that tensor later may have a gradient by a call that keeps this one, and so own it: nothing
+    would free the two.
+    """
+    return value.detach() if type(value) is torch.Tensor and not value.requires_grad else value
+
+
 class _Function(torch.autograd.Function):
     """The forward and backward programs as one autograd node."""
 
     @staticmethod
     def forward(ctx: Any, graph: CompiledGraph, arguments: Sequence[Any], *tensors: torch.Tensor) -> Any:
         results, saved, ticket = graph.forward(tensors, graph.compiled.results)
-        ctx.graph, ctx.call = graph, Call(arguments, tensors, [version_of(t) for t in tensors], ticket)
-        given = (
-            t.clone() if i in graph.copied and not t.requires_grad else t for i in graph.kept for t in [tensors[i]]
-        )
-        ctx.save_for_backward(*given, *saved)
+        given = [without_history(a) for a in arguments], [without_history(t) for t in tensors]
+        ctx.graph, ctx.call = graph, Call(*given, [version_of(t) for t in tensors], ticket)
+        kept = (t.clone() if i in graph.copied and not t.requires_grad else t for i in graph.kept for t in [tensors[i]])
+        ctx.save_for_backward(*kept, *saved)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in graph.differentiable))
         return tuple(results)

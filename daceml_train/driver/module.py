@@ -26,6 +26,7 @@ from daceml_train.driver.forests import Forests
 from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.goals import compile_differentiable
 from daceml_train.driver.inference import compile_inference
+from daceml_train.driver.native_call import needs_python
 from daceml_train.driver.optimizer_updates import update_for
 from daceml_train.driver.parallel_modules import compiled_inside, of_local_tensors, surrounded_modules
 from daceml_train.driver.records import Record
@@ -202,6 +203,7 @@ class Backend:
         self.records += compiled.records
         others = self.options.cuda_graphs, self.note, copied_inputs(module)
         compiled_graph = CompiledGraph(captured, compiled, self.eager(module), *others)
+        compiled.records[0].needs_python = needs_python(compiled_graph) if device is CPU else ""
         self.cuda_graphs += [compiled_graph.cuda_graphs] if compiled_graph.cuda_graphs is not None else []
         return compiled_graph
 

@@ -15,7 +15,6 @@ import torch._dynamo
 
 from daceml_train.driver.backward_pass import Compiled
 from daceml_train.driver.prepacked import Prepared
-from daceml_train.graph.node import SEED
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.executable import Executable
@@ -25,7 +24,7 @@ from daceml_train.runtime.native_library import library
 CHANGES = 16
 """How often a function may be given other plans: beyond that, sizes change from call to call."""
 
-Strides = tuple[tuple[int, ...], ...]
+Strides = tuple[tuple[int, ...] | None, ...]
 
 _ATTRIBUTE, _SEED = -1, -2
 """What stands for the position of an argument."""
@@ -38,11 +37,12 @@ class NativeCall:
         probe = torch.empty(())
         captured, compiled = graph.captured, graph.compiled
         sources = {source.name: source for source in captured.inputs}
-        positions, attributes = [], []
-        for name in graph.names:
+        positions, attributes, numbers = [], [], []
+        for i, name in enumerate(graph.names):
             source = sources.get(name)
             attribute = source is not None and source.kind == "attribute"
             attributes.append(source.value if attribute and source is not None else None)
+            numbers += [i] if source is not None and source.kind == "number" else []
             positions.append(_SEED if source is None else _ATTRIBUTE if attribute else source.position)
         differentiable = sorted(graph.differentiable)
         description = (
@@ -50,10 +50,12 @@ class NativeCall:
             backward,
             torch.Tensor,
             torch.nn.Parameter,
+            int,
             probe,
             probe._cdata,
             tuple(positions),
             tuple(attributes),
+            tuple(numbers),
             compiled.results if compiled.backward is not None else len(captured.graph.outputs),
             tuple(source.index for source in captured.outputs),
             tuple(differentiable),
@@ -81,7 +83,8 @@ class NativeCall:
     ) -> None:
         """Run these plans from here on, if nothing is measured or searched any more; None: Python runs the program.
 
-        `copied`: per result, the strides of its copy; `prepared`: what the forward program takes instead of all inputs.
+        `copied`: per result, the strides of its copy, if it is copied; `prepared`: what the forward program takes
+        instead of all inputs.
         """
         seen = None if prepared is None else prepared.seen
         given = forward, backward, library().compiled_calls_epoch(), seen, copied
@@ -91,30 +94,46 @@ class NativeCall:
             return
         self._changes += given[:2] != self._given[:2]
         self._given = given
-        told = [_told(plan) for plan in (forward, backward)]
-        outputs = tuple(forward.outputs), () if backward is None else tuple(backward.outputs)
+        both = forward, backward
+        outputs = [() if plan is None else tuple(plan.outputs) for plan in both]
+        told = *map(_told, both), *map(_failed, both)
         rest = (*outputs, *told, forward.threads, given, copied, *(((), 0, (), ()) if prepared is None else prepared))
         library().compiled_call_programs(self.function, _handle(forward), _handle(backward), rest)
 
 
 def native_call(graph: Compiled, python: Callable[..., Any], backward: Callable[..., Any]) -> NativeCall | None:
     """The native function of a compiled graph; None for a graph whose calls need Python."""
-    captured, compiled = graph.captured, graph.compiled
-    if not isinstance(compiled.forward, Executable):  # a test's
+    forward = graph.compiled.forward
+    if not isinstance(forward, Executable) or forward.device is not CPU or needs_python(graph):  # or a test's
         return None
-    if compiled.forward.device is not CPU or compiled.sparse or graph.copied:
-        return None
-    if captured.selection is not None or captured.draws or not captured.flat:
-        return None
-    if any(s.kind not in ("tensor", "attribute") for s in captured.inputs if s.name and s.name != SEED):
-        return None
-    for source, detached in zip(captured.outputs, captured.detached, strict=True):
-        if source.kind != "graph" or source.view is not None or source.version or not captured.outputs:
-            return None
-        if detached and source.index in graph.differentiable:
-            return None
     found = NativeCall(graph, python, backward)
     return found if found.function is not None else None
+
+
+def needs_python(graph: Compiled) -> str:
+    """Why each call of a graph on a CPU needs Python; empty where none does."""
+    captured = graph.captured
+    if graph.copied:
+        names = ", ".join(captured.graph.inputs[graph.names[i]].path or graph.names[i] for i in sorted(graph.copied))
+        return f"{names} may change before the backward pass, for which a copy is kept"
+    if graph.compiled.sparse:
+        return "a gradient is sparse"
+    if captured.selection is not None:
+        return "sizes depend on the values of arguments"
+    if captured.draws:
+        return "random numbers are PyTorch's own"
+    if not captured.flat or not captured.outputs:
+        return "the results are not a flat tuple"
+    for source, detached in zip(captured.outputs, captured.detached, strict=True):
+        if source.kind != "graph":
+            return "a result is a size, a constant, or an argument"
+        if source.view is not None:
+            return "a result is a view"
+        if source.version:
+            return "a result was changed in place"
+        if detached and source.index in graph.differentiable:
+            return "a result is returned with and without its gradient"
+    return ""
 
 
 def _is_settled(bound: BoundPlan) -> bool:
@@ -136,4 +155,9 @@ def _told(bound: BoundPlan | None) -> Callable[[float], Any] | None:
     return cast("Callable[[float], Any]", torch._dynamo.disable(bound.contention.add))
 
 
-__all__ = ["NativeCall", "native_call"]
+def _failed(bound: BoundPlan | None) -> Callable[[int], Any] | None:
+    """What raises the error of a run, in the thread of that run, given its status."""
+    return None if bound is None else cast("Callable[[int], Any]", torch._dynamo.disable(bound.fail))
+
+
+__all__ = ["NativeCall", "native_call", "needs_python"]

@@ -75,6 +75,7 @@ def _compiled(group: Sequence[Record]) -> Compiled:
         device=linked[0].device.name if linked else "cpu",
         left_out=tuple(first.left_out),
         constant_sizes=tuple(first.constant_sizes),
+        needs_python=first.needs_python,
         network=_network(group, sizes),
         autotuned=_autotuned(executable.autotuned() for executable in linked),
     )

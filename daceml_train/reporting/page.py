@@ -213,6 +213,8 @@ def _compilation(function: Compiled) -> Iterator[str]:
         yield f"<ul>{_items([f'{operator} {line}'.strip() for operator, line in function.fallbacks])}</ul>"
     if function.constant_sizes:
         yield f"<ul>{_items(function.constant_sizes)}</ul>"
+    if function.needs_python:
+        yield f"<p>{text.THROUGH_PYTHON}{escape(function.needs_python)}</p>"
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in function.stages.items())
     yield f"<p>{'found in the cache' if function.warm else 'compiled'}: {escape(stages)}</p>"
     if function.calls:

@@ -79,6 +79,8 @@ def _function_lines(function: Compiled) -> Iterator[str]:
     for operator, line in function.fallbacks:
         yield f"run by PyTorch for lack of a rule: {operator}{f' at {line}' if line else ''}"
     yield from function.constant_sizes
+    if function.needs_python:
+        yield f"{THROUGH_PYTHON}{function.needs_python}"
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in function.stages.items())
     yield f"{'found in the cache' if function.warm else 'compiled'}: {stages}"
 
@@ -118,6 +120,10 @@ def _largest(function: Compiled, count: int = 4) -> Iterator[tuple[str, ...]]:
         name = launch.name or launch.operators
         spent = "" if launch.seconds is None else seconds_text(launch.seconds)
         yield f"  {name if len(name) <= 60 else f'{name[:57]}...'}", launch.source, bytes_text(launch.bytes), spent
+
+
+THROUGH_PYTHON = "each call runs through Python: "
+"""What begins the line that says why later calls are not calls of a native function."""
 
 
 def facts(function: Compiled) -> Iterator[str]:

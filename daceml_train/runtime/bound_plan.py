@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import sympy
 import torch
@@ -50,6 +50,7 @@ from daceml_train.runtime.tune_threads import ThreadTuner
 from daceml_train.tensor import Dim, DType, Tensor
 
 KEPT_BODIES = 16  # plans that are kept of a body of control flow
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # without: an output is no view for autograd
 
 
 class BoundPlan:
@@ -404,6 +405,12 @@ class BoundPlan:
             self.contention.add(time.perf_counter() - begin)
         return outputs
 
+    def fail(self, status: int) -> NoReturn:
+        """Raise the error of the last run in this thread, which was none of `run` and ended with this status."""
+        assert isinstance(self.plan, Plan)
+        self.collect(self.plan.fail, status)
+        raise AssertionError(status)
+
     def adopt(self, other: BoundPlan) -> None:
         """Run as another plan of the same program and sizes from here on."""
         for name in ("plan", "order", "offsets", "arena_bytes", "lanes", "in_lanes", "last_use", "_views"):
@@ -433,7 +440,8 @@ class BoundPlan:
             raise OutOfMemory(biggest(self, str(error))) from error
         if self._whole:
             return owned
-        return [owned[i].as_strided(*layout) if layout else owned[i] for i, *layout in self.outputs]
+        with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+            return [owned[i].as_strided(*layout) if layout else owned[i] for i, *layout in self.outputs]
 
     def _shown(self, run: Callable[..., list[torch.Tensor]], arguments: Any) -> list[torch.Tensor]:
         """Run as one span of the profile that PyTorch records: `training_step`, `forward` or `backward`."""

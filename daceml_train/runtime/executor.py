@@ -326,7 +326,7 @@ class Plan:
         """`run` on an array of `tensor._cdata`, which the caller owns; the tensors must stay alive during the run."""
         outputs = self._native.plan_call(self._handle, inputs, len(inputs), profile)
         if outputs.__class__ is int:
-            self._raise(outputs)
+            self.fail(outputs)
         return cast("list[torch.Tensor]", outputs)
 
     def seconds(self) -> list[float]:
@@ -412,7 +412,8 @@ class Plan:
         self._launches = self._checked(position) + 1
         return position
 
-    def _raise(self, status: int) -> NoReturn:
+    def fail(self, status: int) -> NoReturn:
+        """Raise the error of the last run in this thread, which ended with this status."""
         message, number = _last_error(self._native), self._native.executor_error_number()
         if status == _MISMATCH:
             raise InputMismatch(message, number)

@@ -10,6 +10,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -26,6 +27,7 @@ struct CompiledCall {
   struct Input {
     int64_t position;  // among the arguments, or a `Place`
     _object* tensor;   // of an attribute
+    bool is_number;    // an integer of Python's, of which the programs take a tensor
   };
   struct Wanted {
     int64_t input, gradient;
@@ -35,7 +37,7 @@ struct CompiledCall {
   };
 
   _object *python = nullptr, *python_backward = nullptr;
-  _object* types[2];       // of tensors and parameters
+  _object* types[3];       // of tensors, parameters, and integers
   size_t tensor_slot = 0;  // where their objects have the address of the tensor
   std::vector<Input> inputs;
   int64_t results = 0;                            // the first outputs; the others are kept for the backward program
@@ -53,7 +55,7 @@ struct CompiledCall {
     try {
       _object* result = op->natively(self, arguments, count, ran);
       if (ran) return result;
-    } catch (const python_error& error) {  // of a hook of saved tensors
+    } catch (const python_error& error) {  // of a hook of saved tensors, or of a launch
       error.raise();
       return nullptr;
     } catch (const std::exception& error) {
@@ -72,7 +74,9 @@ struct CompiledCall {
   // Null, and not `ran`: nothing has, and Python is to run the call.
   _object* natively(_object* self, _object* const* arguments, std::ptrdiff_t count, bool& ran);
 
-  bool gather(_object* const* arguments, std::ptrdiff_t count, std::vector<void*>& to) const {
+  // `numbers` owns the tensors of numbers.
+  bool gather(_object* const* arguments, std::ptrdiff_t count, std::vector<void*>& to,
+              std::vector<at::Tensor>& numbers) const {
     to.reserve(inputs.size());
     for (const Input& input : inputs) {
       if (input.position == seed) {
@@ -80,11 +84,30 @@ struct CompiledCall {
         continue;
       }
       if (input.position >= count) return false;
+      if (input.is_number) {
+        numbers.push_back(number_of(arguments[input.position]));
+        if (!numbers.back().defined()) return false;
+        to.push_back(numbers.back().unsafeGetTensorImpl());
+        continue;
+      }
       void* tensor = tensor_of(input.position < 0 ? input.tensor : arguments[input.position]);
       if (tensor == nullptr || static_cast<c10::TensorImpl*>(tensor)->is_inference()) return false;
       to.push_back(tensor);
     }
     return !writes_shared(to);
+  }
+
+  // Undefined for what is no integer of 64 bits.
+  at::Tensor number_of(_object* object) const {
+    if (type_of(object) != types[2]) return {};
+    const int64_t value = PyLong_AsLongLong(object);
+    if (value == -1 && PyErr_Occurred() != nullptr) {
+      PyErr_Clear();
+      return {};
+    }
+    const at::Tensor tensor = at::empty({}, at::kLong);
+    *tensor.mutable_data_ptr<int64_t>() = value;
+    return tensor;
   }
 
   // Kernels assume that what they write has no alias.
@@ -122,7 +145,7 @@ struct CompiledCall {
   }
 
   bool wants_gradient(const std::vector<void*>& tensors) const {
-    return c10::GradMode::is_enabled() && !differentiable.empty() &&
+    return c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() && !differentiable.empty() &&
            std::any_of(wanted.begin(), wanted.end(), [&tensors](const Wanted& each) {
              return static_cast<c10::TensorImpl*>(tensors[static_cast<size_t>(each.input)])->requires_grad();
            });
@@ -137,33 +160,33 @@ using torch::autograd::variable_list;
 struct CompiledGraphBackward : torch::autograd::Node {
   std::shared_ptr<const Programs> programs;
   const CompiledCall* op = nullptr;
-  _object *owner = nullptr, *arguments = nullptr;  // of `op`, and of the call
+  std::shared_ptr<const Given> call;  // owns `op`
   std::vector<torch::autograd::SavedVariable> saved;
   std::vector<int64_t> versions;  // of all inputs
   bool released = false;
 
-  ~CompiledGraphBackward() override {
-    const Interpreter lock;
-    if (!lock) return;
-    if (arguments != nullptr) Py_DecRef(arguments);
-    if (owner != nullptr) Py_DecRef(owner);
-  }
-
   std::string name() const override { return "CompiledGraphBackward"; }
 
+  // Another thread may be in `apply`.
   void release_variables() override {
-    const Interpreter lock;
+    std::vector<torch::autograd::SavedVariable> dropped;
+    std::shared_ptr<const Given> given;
+    const std::lock_guard<std::mutex> lock(mutex_);
     released = true;
-    saved.clear();
-    if (lock && arguments != nullptr) Py_DecRef(std::exchange(arguments, nullptr));
+    dropped.swap(saved), given.swap(call);
   }
 
   variable_list apply(variable_list&& cotangents) override {
-    TORCH_CHECK(!released, "a second backward pass through a compiled graph; the first needs retain_graph=True");
     variable_list kept;
-    for (const auto& each : saved) kept.push_back(each.unpack(getptr()));
+    std::shared_ptr<const Given> given;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      TORCH_CHECK(!released, "a second backward pass through a compiled graph; the first needs retain_graph=True");
+      for (const auto& each : saved) kept.push_back(each.unpack(getptr()));
+      given = call;
+    }
     variable_list found;
-    return natively(cotangents, kept, found) ? found : in_python(cotangents, kept);
+    return natively(cotangents, kept, found) ? found : in_python(cotangents, kept, *given);
   }
 
  private:
@@ -182,7 +205,9 @@ struct CompiledGraphBackward : torch::autograd::Node {
     }
     std::vector<at::Tensor> outputs;
     double seconds = 0.0;
-    if (!run(*programs->backward, inputs, programs->backward_outputs, outputs, seconds)) return false;
+    const int status = run(*programs->backward, inputs, programs->backward_outputs, outputs, seconds);
+    if (status == mismatch) return false;
+    if (status != ok) raise_failure(programs->failed_backward, status);
     for (const CompiledCall::Wanted& each : op->wanted) found.push_back(outputs[static_cast<size_t>(each.gradient)]);
     if (programs->told_backward != nullptr) {
       const Interpreter lock;
@@ -192,23 +217,24 @@ struct CompiledGraphBackward : torch::autograd::Node {
   }
 
   // Gradients of gradients, of cotangents that are absent, and whatever else is not as usual.
-  variable_list in_python(const variable_list& cotangents, const variable_list& kept) const {
+  variable_list in_python(const variable_list& cotangents, const variable_list& kept, const Given& given) const {
     const Interpreter lock;
     const Owned values(PyTuple_New(static_cast<std::ptrdiff_t>(kept.size())));
-    const Owned given(PyTuple_New(static_cast<std::ptrdiff_t>(cotangents.size())));
+    const Owned results(PyTuple_New(static_cast<std::ptrdiff_t>(cotangents.size())));
     const Owned numbers(PyTuple_New(static_cast<std::ptrdiff_t>(versions.size())));
-    if (!values || !given || !numbers) throw python_error();
+    const Owned arguments(given.tuple());
+    if (!values || !results || !numbers || !arguments) throw python_error();
     for (size_t i = 0; i < kept.size(); ++i) {
       PyTuple_SetItem(values.get(), static_cast<std::ptrdiff_t>(i), THPVariable_Wrap(kept[i]));
     }
     for (size_t i = 0; i < cotangents.size(); ++i) {
       _object* each = cotangents[i].defined() ? THPVariable_Wrap(cotangents[i]) : new_reference(none());
-      PyTuple_SetItem(given.get(), static_cast<std::ptrdiff_t>(i), each);
+      PyTuple_SetItem(results.get(), static_cast<std::ptrdiff_t>(i), each);
     }
     for (size_t i = 0; i < versions.size(); ++i) {
       PyTuple_SetItem(numbers.get(), static_cast<std::ptrdiff_t>(i), PyLong_FromLong(versions[i]));
     }
-    _object* all[] = {arguments, numbers.get(), values.get(), given.get()};
+    _object* all[] = {arguments.get(), numbers.get(), values.get(), results.get()};
     const Owned result(PyObject_Vectorcall(op->python_backward, all, 4, nullptr));
     if (!result) throw python_error();
     variable_list found;
@@ -239,9 +265,10 @@ inline void CompiledCall::connect(_object* self, _object* const* arguments, std:
   const auto node = counted<decltype(torch::autograd::Edge::function)>(made);
   made->programs = std::move(ran);
   made->op = this;
-  made->owner = new_reference(self);
-  made->arguments = PyTuple_New(count);
-  for (std::ptrdiff_t i = 0; i < count; ++i) PyTuple_SetItem(made->arguments, i, new_reference(arguments[i]));
+  const auto given = std::make_shared<Given>(self);
+  given->arguments.reserve(static_cast<size_t>(count));
+  for (std::ptrdiff_t i = 0; i < count; ++i) given->add(arguments[i], tensor_of(arguments[i]));
+  made->call = given;
   torch::autograd::edge_list edges;
   for (const Wanted& each : wanted) {
     const at::Tensor tensor = tensor_at(tensors[static_cast<size_t>(each.input)]);
@@ -267,16 +294,10 @@ inline void CompiledCall::connect(_object* self, _object* const* arguments, std:
 inline _object* CompiledCall::natively(_object* self, _object* const* arguments, std::ptrdiff_t count, bool& ran) {
   const std::shared_ptr<const Programs> current = programs;
   std::vector<void*> tensors;
+  std::vector<at::Tensor> numbers;
   if (current == nullptr || !is_usual(*current) || torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr ||
-      !gather(arguments, count, tensors)) {
+      !gather(arguments, count, tensors, numbers)) {
     return nullptr;
-  }
-  at::Tensor drawn;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    if (inputs[i].position != seed) continue;
-    if (!current->forward->takes(tensors.data())) return nullptr;  // a number that is drawn is used
-    drawn = at::empty({}, at::kLong).random_();
-    tensors[i] = drawn.unsafeGetTensorImpl();
   }
   std::vector<c10::VariableVersion> counters;
   std::vector<int64_t> versions;
@@ -285,15 +306,23 @@ inline _object* CompiledCall::natively(_object* self, _object* const* arguments,
     versions.push_back(counters.back().current_version() + change.count);
   }
   if (!prepare(*current, tensors)) return nullptr;
+  at::Tensor drawn;
+  if (std::any_of(inputs.begin(), inputs.end(), [](const Input& input) { return input.position == seed; })) {
+    if (!current->forward->takes(tensors.data())) return nullptr;  // a number that is drawn is used
+    drawn = at::empty({}, at::kLong).random_();
+    std::replace(tensors.begin(), tensors.end(), static_cast<void*>(nullptr), static_cast<void*>(drawn.unsafeGetTensorImpl()));
+  }
   std::vector<at::Tensor> outputs;
   double seconds = 0.0;
   void* state = PyEval_SaveThread();
-  ran = run(*current->forward, tensors, current->forward_outputs, outputs, seconds);
+  const int status = run(*current->forward, tensors, current->forward_outputs, outputs, seconds);
   PyEval_RestoreThread(state);
-  if (!ran) return nullptr;
+  if (status == mismatch) return nullptr;
+  ran = true;
   ++runs;
+  if (status != ok) raise_failure(current->failed_forward, status);
   for (size_t i = 0; i < current->copied.size(); ++i) {
-    if (!current->copied[i].empty()) outputs[i] = copy_of(outputs[i], current->copied[i]);
+    if (current->copied[i]) outputs[i] = copy_of(outputs[i], *current->copied[i]);
   }
   for (size_t i = 0; i < counters.size(); ++i) counters[i].set_version(versions[i]);
   if (!tell(current->told_forward, seconds)) return nullptr;
@@ -340,15 +369,16 @@ inline _object* compiled_call(_object* description) {
   std::ptrdiff_t at = 0;
   const auto next = [&] { return item(description, at++); };
   op->python = next(), op->python_backward = next();
-  op->types[0] = next(), op->types[1] = next();
+  for (_object*& type : op->types) type = next();
   _object* probe = next();
   op->tensor_slot = tensor_slot_of(probe, reinterpret_cast<void*>(PyLong_AsLongLong(next())));
   if (op->tensor_slot == 0) return new_reference(none());
   const std::vector<int64_t> positions = integers_of(next());
   _object* attributes = next();
   for (size_t i = 0; i < positions.size(); ++i) {
-    op->inputs.push_back({positions[i], item(attributes, static_cast<std::ptrdiff_t>(i))});
+    op->inputs.push_back({positions[i], item(attributes, static_cast<std::ptrdiff_t>(i)), false});
   }
+  for (int64_t i : integers_of(next())) op->inputs[static_cast<size_t>(i)].is_number = true;
   op->results = PyLong_AsLongLong(next());
   for (auto* list : {&op->returned, &op->differentiable, &op->kept, &op->written, &op->cotangents}) {
     *list = integers_of(next());
@@ -366,15 +396,19 @@ inline int compiled_call_use(_object* function, Plan* forward, Plan* backward, _
   programs->alive = new_reference(rest);
   programs->forward = forward, programs->backward = backward;
   programs->forward_outputs = outputs_from(item(rest, 0)), programs->backward_outputs = outputs_from(item(rest, 1));
-  for (_object* strides : items(item(rest, 6))) programs->copied.push_back(integers_of(strides));
   const auto told = [rest](std::ptrdiff_t i) { return item(rest, i) == none() ? nullptr : item(rest, i); };
   programs->told_forward = told(2), programs->told_backward = told(3);
-  programs->threads = static_cast<int>(number(rest, 4));
-  programs->watched = integers_of(item(rest, 7));
-  programs->seen = PyLong_AsUnsignedLongLong(item(rest, 8));
-  const std::vector<int64_t> positions = integers_of(item(rest, 9));
+  programs->failed_forward = told(4), programs->failed_backward = told(5);
+  programs->threads = static_cast<int>(number(rest, 6));
+  for (_object* strides : items(item(rest, 8))) {
+    programs->copied.emplace_back();
+    if (strides != none()) programs->copied.back() = integers_of(strides);
+  }
+  programs->watched = integers_of(item(rest, 9));
+  programs->seen = PyLong_AsUnsignedLongLong(item(rest, 10));
+  const std::vector<int64_t> positions = integers_of(item(rest, 11));
   for (size_t i = 0; i < positions.size(); ++i) {
-    programs->operands.push_back({positions[i], item(item(rest, 10), static_cast<std::ptrdiff_t>(i))});
+    programs->operands.push_back({positions[i], item(item(rest, 12), static_cast<std::ptrdiff_t>(i))});
   }
   programs->epoch = epoch().load();
   if (PyErr_Occurred() != nullptr) return -1;

@@ -1,8 +1,9 @@
-// What calls of a compiled graph run: a forward and a backward program, for one set of sizes.
+// What calls of a compiled graph run: a forward and a backward program, for one set of sizes; and what they keep.
 #pragma once
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/profiler/api.h>
 
+#include "failure.h"
 #include "plan.h"
 #include "python_error.h"
 
@@ -34,8 +36,9 @@ struct Programs {
   Plan* forward = nullptr;
   Plan* backward = nullptr;                      // null: Python runs the backward pass
   std::vector<Output> forward_outputs, backward_outputs;
-  std::vector<std::vector<int64_t>> copied;      // per result, the strides of its copy; empty: it is not copied
+  std::vector<std::optional<std::vector<int64_t>>> copied;  // per result, the strides of its copy, if it is copied
   _object *told_forward = nullptr, *told_backward = nullptr;  // what is told the seconds of a run, if anything is
+  _object *failed_forward = nullptr, *failed_backward = nullptr;  // what raises the error of a run, given its status
   // What is computed from inputs that seldom change: those, their fingerprint, and the operands that the forward program
   // takes instead of all inputs, each the position of an input, or an object.
   std::vector<int64_t> watched;
@@ -62,19 +65,28 @@ inline bool is_usual(const Programs& programs) {
          !torch::profiler::impl::profilerEnabled();
 }
 
-// False: a tensor is not as the plan expects, or a launch failed; Python's run says why.
-inline bool run(Plan& plan, const std::vector<void*>& inputs, const std::vector<Output>& outputs,
-                std::vector<at::Tensor>& to, double& seconds) {
-  try {
-    const double begin = now();
-    const std::vector<at::Tensor> owned = outputs_of(plan, inputs);
-    seconds = now() - begin;
-    const PlainDispatch guards;
-    for (const Output& output : outputs) to.push_back(output.of(owned));
-    return true;
-  } catch (const std::exception&) {
-    return false;
-  }
+// The status of a run. After `mismatch` nothing has run, and Python is to run the program, with copies. After a failure
+// memory may have been written: there is no other run, and `raise_failure` says why.
+inline int run(Plan& plan, const std::vector<void*>& inputs, const std::vector<Output>& outputs,
+               std::vector<at::Tensor>& to, double& seconds) {
+  const double begin = now();
+  std::vector<void*> made(plan.outputs());
+  const int status = status_of(plan, inputs.data(), inputs.size(), made.data(), false);
+  if (status != ok) return status;
+  seconds = now() - begin;
+  const std::vector<at::Tensor> owned = owned_by_caller(made);
+  const PlainDispatch guards;
+  for (const Output& output : outputs) to.push_back(output.of(owned));
+  return ok;
+}
+
+// In the thread of the run that failed.
+[[noreturn]] inline void raise_failure(_object* failed, int status) {
+  const Interpreter lock;
+  const Owned number(PyLong_FromLong(status));
+  _object* arguments[] = {number.get()};
+  const Owned nothing(number ? PyObject_Vectorcall(failed, arguments, 1, nullptr) : nullptr);
+  throw python_error();
 }
 
 inline at::Tensor copy_of(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
@@ -97,5 +109,47 @@ inline at::Tensor tensor_at(void* impl) {
   using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   return at::Tensor(Pointer::reclaim_copy(static_cast<c10::TensorImpl*>(impl)));
 }
+
+// A call: who was called, and the arguments. In the place of a tensor without a gradient there is one of the same memory
+// and version: what is written into the argument later may have a gradient by this call, and own the node, which would
+// then own itself. It may be given up without the lock of the interpreter.
+struct Given {
+  struct Argument {
+    _object* object = nullptr;  // null: `tensor`
+    at::Tensor tensor;
+  };
+  explicit Given(_object* self) : owner(new_reference(self)) {}
+  ~Given() {
+    const Interpreter lock;
+    if (!lock) return;
+    for (const Argument& each : arguments) {
+      if (each.object != nullptr) Py_DecRef(each.object);
+    }
+    Py_DecRef(owner);
+  }
+  Given(const Given&) = delete;
+  Given& operator=(const Given&) = delete;
+
+  void add(_object* argument, void* tensor) {
+    if (tensor == nullptr || static_cast<c10::TensorImpl*>(tensor)->requires_grad()) {
+      arguments.push_back({new_reference(argument), {}});
+    } else {
+      arguments.push_back({nullptr, tensor_at(tensor).tensor_data()});
+    }
+  }
+
+  _object* tuple() const {
+    const auto count = static_cast<std::ptrdiff_t>(arguments.size());
+    _object* made = PyTuple_New(count);
+    for (std::ptrdiff_t i = 0; made != nullptr && i < count; ++i) {
+      const Argument& each = arguments[static_cast<size_t>(i)];
+      PyTuple_SetItem(made, i, each.object != nullptr ? new_reference(each.object) : THPVariable_Wrap(each.tensor));
+    }
+    return made;
+  }
+
+  _object* const owner;
+  std::vector<Argument> arguments;
+};
 
 }  // namespace daceml

@@ -1,5 +1,5 @@
-// The C interface of the executor, for ctypes. Every function that can fail returns a status, or a negative number, and
-// leaves the failure in thread-local storage: `executor_error_*` reads it on the same thread.
+// The C interface of the executor, for ctypes. Every function that can fail returns a status, or a negative number; see
+// `failure.h`.
 
 #include <cstring>
 #include <exception>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "compiled_call.h"
+#include "failure.h"
 #include "fingerprint.h"
 #include "identities.h"
 #include "leaves.h"
@@ -19,44 +20,6 @@
 
 namespace daceml {
 namespace {
-
-enum Status : int { ok = 0, failed = 1, mismatch = 2, invalid = 3 };
-
-// `number` is the tag of the failed launch, or the index of the refused input.
-struct Failure {
-  std::string message;
-  int number = -1;
-};
-thread_local Failure failure;
-
-std::string message_of(const c10::Error& error) { return error.what_without_backtrace(); }
-std::string message_of(const std::exception& error) { return error.what(); }
-
-int fail(Status status, std::string message, int number) {
-  failure = {std::move(message), number};
-  return status;
-}
-
-// Runs `body`, and turns what it throws into a status. `tag` is read after a failure.
-template <class Body, class Tag>
-int guarded(Body body, Tag tag) {
-  try {
-    body();
-    return ok;
-  } catch (const InputMismatch& error) {
-    return fail(mismatch, error.what(), error.index);
-  } catch (const c10::ValueError& error) {
-    return fail(invalid, message_of(error), tag());
-  } catch (const c10::Error& error) {
-    return fail(failed, message_of(error), tag());
-  } catch (const std::bad_alloc&) {
-    return fail(failed, "out of memory", tag());
-  } catch (const std::exception& error) {
-    return fail(failed, message_of(error), tag());
-  } catch (...) {
-    return fail(failed, "an exception of unknown type", tag());
-  }
-}
 
 // For builders: the number that `body` returns, or -1.
 template <class Body>
@@ -405,19 +368,7 @@ EXPORT int plan_lanes(PlanHandle* handle, const int* numbers, int launches) {
 }
 
 EXPORT int plan_run(PlanHandle* handle, void* const* inputs, int64_t count, void** outputs, int profile) {
-  Plan& plan = handle->plan;
-  int tag = -1;
-  return guarded(
-      [&] {
-        const std::lock_guard<Turn> guard(plan.turn);
-        try {
-          plan.run(inputs, static_cast<size_t>(count), outputs, profile != 0);
-        } catch (...) {
-          tag = plan.current_tag();
-          throw;
-        }
-      },
-      [&] { return tag; });
+  return status_of(handle->plan, inputs, static_cast<size_t>(count), outputs, profile != 0);
 }
 
 // `plan_run` for a caller that holds the interpreter's lock: a list of the outputs, or the status as a number of Python.

@@ -42,6 +42,7 @@ _object* PyFunction_GetDefaults(_object*);
 _object* PyFunction_GetKwDefaults(_object*);
 _object* PyErr_Occurred();
 void PyErr_SetString(_object*, const char*);
+void PyErr_Clear();
 _object* PyCapsule_New(void*, const char*, void (*)(_object*));
 void* PyCapsule_GetPointer(_object*, const char*);
 _object* (*PyCFunction_GetFunction(_object*))(_object*, _object* const*, std::ptrdiff_t);

@@ -366,11 +366,8 @@ struct PlanHandle {
   std::unique_ptr<Call> call;
 };
 
-// The outputs of a run, which belong to the caller.
-inline std::vector<at::Tensor> outputs_of(Plan& plan, const std::vector<void*>& inputs) {
-  const std::lock_guard<Turn> guard(plan.turn);
-  std::vector<void*> made(plan.outputs());
-  plan.run(inputs.data(), inputs.size(), made.data(), false);
+// What a run made, by whom it is owned from here on.
+inline std::vector<at::Tensor> owned_by_caller(const std::vector<void*>& made) {
   std::vector<at::Tensor> outputs;
   outputs.reserve(made.size());
   for (void* output : made) {
@@ -381,7 +378,10 @@ inline std::vector<at::Tensor> outputs_of(Plan& plan, const std::vector<void*>& 
 }
 
 inline std::vector<at::Tensor> Control::call(Plan& body, const std::vector<void*>& inputs) const {
-  return outputs_of(body, inputs);
+  const std::lock_guard<Turn> guard(body.turn);
+  std::vector<void*> made(body.outputs());
+  body.run(inputs.data(), inputs.size(), made.data(), false);
+  return owned_by_caller(made);
 }
 
 // The rows of one kind in one level.

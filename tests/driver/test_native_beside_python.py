@@ -1,0 +1,188 @@
+"""The first calls of a graph run in Python and later ones without: both do as eager execution, call by call."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.nn import functional
+
+import daceml_train as dt
+
+CALLS = 6
+
+
+class Layer(torch.nn.Module):
+    """A function of a matrix of parameters and an argument."""
+
+    def __init__(self, function, width=6):
+        super().__init__()
+        self.function, self.weight = function, torch.nn.Parameter(torch.randn(width, width))
+
+    def forward(self, *arguments):
+        return self.function(self.weight, *arguments)
+
+
+@pytest.fixture(autouse=True)
+def _fixed():
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def both(function, width=6):
+    eager = Layer(function, width).double()
+    return eager, dt.optimize(copy.deepcopy(eager))
+
+
+def native_runs(model):
+    graphs = [p for programs in model._daceml_train.backend.programs.values() for p in programs]
+    return sum(graph._native.runs for graph in graphs if graph._native is not None)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda w, x: ((x @ w).reshape(2, 12), (x @ w).sum()),
+        lambda w, x: torch.max(x @ w, 1),
+        lambda w, x: ((x @ w).view(4, 2, 3).permute(2, 0, 1) * 1, w.sum()),
+    ],
+)
+def test_results_that_are_changed_in_place(function):
+    eager, ours = both(function)
+    for _ in range(CALLS):
+        x, found = torch.randn(4, 6, dtype=torch.double), []
+        for model in (eager, ours):
+            model.weight.grad = None
+            results = model(x)
+            versions = [result._version for result in results]
+            results[0].mul_(2)
+            (results[0] ** 2).sum().backward()
+            found.append([*results, model.weight.grad, versions])
+        torch.testing.assert_close(found[1], found[0])
+    assert native_runs(ours) > 0
+
+
+def test_results_without_history_that_are_changed_in_place():
+    eager, ours = both(lambda w, x: torch.max(x @ w, 1))
+    for _ in range(CALLS):
+        x, found = torch.randn(4, 6, dtype=torch.double), []
+        for model in (eager, ours):
+            with torch.no_grad():
+                result = model(x).values
+            found.append(result.add_(model.weight.sum()))
+        torch.testing.assert_close(found[1], found[0])
+    assert native_runs(ours) > 0
+
+
+called = []
+
+
+@torch.library.custom_op("daceml_train_tests::positive", mutates_args=())
+def positive(x: torch.Tensor) -> torch.Tensor:
+    called.append(x.shape)
+    if x.sum() < 0:
+        raise ValueError("a negative sum")
+    return x * 2
+
+
+positive.register_fake(torch.empty_like)
+positive.register_autograd(lambda _, cotangent: positive(cotangent), setup_context=lambda ctx, inputs, output: None)
+
+
+def test_an_operator_that_fails_is_called_once():
+    _, ours = both(lambda w, x: positive(x @ w.abs()))
+    x = torch.ones(4, 6, dtype=torch.double)
+
+    def check():
+        ours.weight.grad = None
+        ours(x).sum().backward()
+        torch.testing.assert_close(ours.weight.grad, 8 * ours.weight.sign())
+
+    for _ in range(CALLS):
+        check()
+        before = len(called)
+        with pytest.raises(RuntimeError, match=r"(?s)a negative sum.*test_native_beside_python"):
+            ours(-x)
+        assert len(called) == before + 1
+        result, before = ours(x), len(called)
+        with pytest.raises(RuntimeError, match="negative sum"):
+            (-result).sum().backward()
+        assert len(called) == before + 1
+    check()
+    assert native_runs(ours) > CALLS
+
+
+def test_random_numbers_beside_prepared_weights():
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Dropout(), torch.nn.Linear(128, 64))
+    ours, x, seen = dt.optimize(layers), torch.ones(8, 64), []
+    for i in range(CALLS):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            ours[0].weight.mul_(1.0 if i % 2 else -1.0).mul_(1.0 if i % 2 else -1.0)  # other versions, equal values
+            seen.append((ours(x), ours(x), torch.rand(())))
+    assert native_runs(ours) > CALLS / 2
+    for each in seen:
+        torch.testing.assert_close(each, seen[0])
+    assert not torch.allclose(seen[0][0], seen[0][1])
+    (graph,) = (p for programs in ours._daceml_train.backend.programs.values() for p in programs)
+    assert graph.compiled.prepacked is not None
+
+
+def test_random_numbers_where_tensors_are_created_on_another_device():
+    ours = dt.optimize(Layer(lambda w, x: functional.dropout(x @ w)))
+    x = torch.randn(4, 6)
+    with torch.device("meta"):
+        assert all(ours(x).device.type == "cpu" for _ in range(CALLS))
+
+
+def test_an_argument_that_is_overwritten_by_a_result_is_freed():
+    _, ours = both(lambda w, x, state: x * w[0] + state)
+    alive = []
+    for _ in range(CALLS):
+        state = torch.zeros(4, 6, dtype=torch.double)
+        state.copy_(ours(torch.randn(4, 6, dtype=torch.double), state))
+        alive.append(weakref.ref(state))
+    del state
+    gc.collect()
+    assert not any(each() is not None for each in alive)
+    assert native_runs(ours) > 0
+
+
+def test_numbers_that_change():
+    eager, ours = both(lambda w, x, factor, summand=1: (x @ w * factor + summand, torch.sin(x) + factor))
+    calls = [(i + 2,) for i in range(CALLS)] + [(i + 2, 40 - i) for i in range(CALLS)]
+    for numbers in [*calls, (-7,), (2**40,), (True,), (5, 0), (2**70,)]:
+        x, found = torch.randn(4, 6, dtype=torch.double, requires_grad=True), []
+        for model in (eager, ours):
+            model.weight.grad = x.grad = None
+            if numbers[0] == 2**70:
+                with pytest.raises((OverflowError, RuntimeError, ValueError)):
+                    model(x, *numbers)
+                continue
+            results = model(x, *numbers)
+            results[0].sum().backward()
+            found.append([*results, model.weight.grad, x.grad])
+        torch.testing.assert_close(found[1:], found[:-1])
+    assert native_runs(ours) > CALLS
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda w, x: (x @ w).split(2), "a result is a view"),
+        (lambda w, x: (x @ w).add_(1), "a result was changed in place"),
+        (lambda w, x: (x @ w, (x @ w).detach()), ""),
+    ],
+)
+def test_why_each_call_needs_python(function, reason):
+    _, ours = both(function)
+    for _ in range(CALLS):
+        ours(torch.randn(4, 6, dtype=torch.double))
+    assert (native_runs(ours) == 0) == bool(reason)
+    lines = [line for line in str(dt.report(ours)).splitlines() if "through Python" in line]
+    assert lines == ([f"each call runs through Python: {reason}"] if reason else [])
+    assert reason in dt.report(ours).to_html()
