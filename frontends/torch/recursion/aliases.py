@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,68 +23,71 @@ def is_alias(results: Iterable[torch.Tensor], operands: Iterable[torch.Tensor]) 
         return not set(map(memory, operands)).isdisjoint(map(memory, results))
 
 
-@dataclass
-class Alias:
-    """The results of one operator of a run that are views; the run lets go of its values and inputs."""
+class Aliases:
+    """The results of a run that are views of values in use, which it lets go of when it is computed."""
 
-    step: Step
-    values: Any
-    inputs: Any
-    number: int
-    """Of the first result among the values."""
-    taken: int
-    """How many inputs the operators before have taken."""
-
-    @property
-    def bases(self) -> Iterator[tuple[bool, int]]:
-        """The operands: whether each is a value of the run, and its number."""
-        found: list[tuple[bool, int]] = []
-        taken = self.taken
-
-        def note(entry: Any) -> None:
-            nonlocal taken
-            if type(entry) is Reference:
-                found.append((entry.local, entry.number))
-            elif type(entry) is Given:
-                found.append((False, taken))
-                taken += 1
-
-        assert self.step.operator is not None
-        for entry in self.step.operator[2:]:
-            decoded(entry, note)
-        return iter(found)
+    def __init__(self, run: Run) -> None:
+        self.values, self.inputs = run.values, run.inputs
+        self.steps: list[tuple[int, Step, list[Any]]] = []
+        """Operators that make views, with the numbers of their first results, and where their operands are."""
+        number = taken = 0
+        own: set[int] = set()
+        for step in run.at.operators():
+            operands, taken = _operands(step, taken)
+            results = range(number, number + len(step.made))
+            number += len(step.made)
+            if step.alias and all(k in own or _in_use(run, k) for local, k in operands if local):
+                own.update(results)
+                self.steps.append((results.start, step, operands))
+        self.needed = any(_in_use(run, k) for k in own)
 
     def restore(self) -> None:
-        """Have the results be views of the operands, which are known now."""
-        assert self.step.operator is not None
-        function, grad, *entries = self.step.operator
-        operands = [(self.values if local else self.inputs)[k] for local, k in self.bases]
-        given = iter([torch.tensor(a) if type(a) is list else known(a) for a in operands])
-        args = [decoded(e, lambda entry: entry.tensor if type(entry) is Shared else next(given)) for e in entries]
-        kwargs = args.pop() if self.step.keywords else {}
-        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            result = function(*args, **kwargs)
-        for k, tensor in enumerate([result] if self.step.kind is None else result, self.number):
-            if type(value := self.values[k]) is Lazy and value.value is None:
-                set_value(value, tensor)
+        """Have them be views of their operands, which are known now."""
+        own: dict[int, torch.Tensor] = {}
+        for number, step, operands in self.steps:
+            assert step.operator is not None
+            function, grad, *entries = step.operator
+            tensors = iter([own[k] if local and k in own else self._operand(local, k) for local, k in operands])
+
+            def of(entry: Any, tensors: Iterator[torch.Tensor] = tensors) -> torch.Tensor:
+                return entry.tensor if type(entry) is Shared else next(tensors)
+
+            args = [decoded(entry, of) for entry in entries]
+            kwargs = args.pop() if step.keywords else {}
+            with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+                result = function(*args, **kwargs)
+            for k, tensor in enumerate([result] if step.kind is None else result, number):
+                own[k] = tensor
+                if type(value := self.values[k]) is Lazy and value.value is None:
+                    set_value(value, tensor)
+
+    def _operand(self, local: bool, k: int) -> torch.Tensor:
+        found: Any = self.values[k] if local else self.inputs[k]
+        result: torch.Tensor = torch.tensor(found) if type(found) is list else known(found)
+        return result
 
 
-def aliases(runs: Iterable[Run]) -> list[Alias]:
+def _operands(step: Step, taken: int) -> tuple[list[tuple[bool, int]], int]:
+    """Whether each operand is a value of the run, and its number; how many inputs are taken then, after `taken`."""
+    found: list[tuple[bool, int]] = []
+
+    def note(entry: Any) -> None:
+        nonlocal taken
+        if type(entry) is Reference:
+            found.append((entry.local, entry.number))
+        elif type(entry) is Given:
+            found.append((False, taken))
+            taken += 1
+
+    assert step.operator is not None
+    for entry in step.operator[2:]:
+        decoded(entry, note)
+    return found, taken
+
+
+def aliases(runs: Iterable[Run]) -> list[Aliases]:
     """Views of values in use, in the order in which they were recorded; found before the runs are computed."""
-    return [alias for run in runs if run.at.aliased for alias in _of_run(run)]
-
-
-def _of_run(run: Run) -> Iterator[Alias]:
-    number = taken = 0
-    for step in run.at.operators():
-        alias = Alias(step, run.values, run.inputs, number, taken)
-        bases = list(alias.bases)
-        number += len(step.made)
-        taken = max([taken, *(k + 1 for local, k in bases if not local)])
-        needed = [k for local, k in bases if local]
-        results = range(alias.number, number)
-        if step.alias and any(_in_use(run, k) for k in results) and all(_in_use(run, k) for k in needed):
-            yield alias
+    return [found for run in runs if run.at.aliased and (found := Aliases(run)).needed]
 
 
 def _in_use(run: Run, k: int) -> bool:

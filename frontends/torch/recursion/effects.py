@@ -143,7 +143,7 @@ class Held:
         """Whether one of these arguments has the memory of a parameter or a buffer."""
         with torch._C.DisableTorchFunction():
             fixed = {memory(t) for t in self.shared}
-            return not fixed.isdisjoint(map(memory, _tensors((*args, *kwargs.values()))))
+            return not fixed.isdisjoint(_memories((*args, *kwargs.values())))
 
     def cleared(self) -> None:
         """Note that nothing is recorded any more; what follows may give a parameter other memory."""
@@ -152,30 +152,34 @@ class Held:
     def by(self, runs: list[Run], solos: list[Any], args: Any, kwargs: Any) -> bool:
         """Whether recorded operators read the memory of one of these arguments."""
         with torch._C.DisableTorchFunction():
-            given = {memory(t) for t in _tensors((*args, *kwargs.values()))}
+            given = set(_memories((*args, *kwargs.values())))
             if not given:
                 return False
             if self.fixed is None:
                 self.fixed = {memory(t) for t in self.shared}
             whole = True
             for run in runs[self.looked :]:
-                self.read.update(map(memory, _tensors(run.inputs)))
+                self.read.update(_memories(run.inputs))
                 whole = whole and run.sealed
                 self.looked += whole
-            waiting = {memory(t) for solo in solos for t in _tensors((*solo.args, *solo.kwargs.values()))}
+            waiting = {m for solo in solos for m in _memories((*solo.args, *solo.kwargs.values()))}
         return not all(map(given.isdisjoint, (self.fixed, self.read, waiting)))
 
 
-def _tensors(found: Iterable[Any]) -> Iterator[torch.Tensor]:
+def _memories(found: Iterable[Any]) -> Iterator[int]:
+    """What stands for the memory of tensors; a lazy value stands for that which it has, or will have."""
     for a in found:
         kind = type(a)
         if kind is Lazy:
+            yield id(a)
+            if a.value is not None:
+                yield memory(a.value)
             if type(a.source) is Pick:
-                yield a.source.tensor
+                yield memory(a.source.tensor)
         elif kind in (list, tuple):
-            yield from _tensors(a)
+            yield from _memories(a)
         elif isinstance(a, torch.Tensor):
-            yield a
+            yield memory(a)
 
 
 def memory(tensor: torch.Tensor) -> int:

@@ -131,7 +131,7 @@ class Forest:
         for group, (inputs, own, outputs) in zip(self.groups[::-1], saved[::-1], strict=True):
             seeds: list[torch.Tensor] = []
             results: list[torch.Tensor] = []
-            for k, tensor in zip(group.cell.outputs, outputs, strict=True):
+            for k, tensor in zip(group.starts, outputs, strict=True):  # the cell may have more outputs since
                 if tensor.requires_grad and group.cell.metas[k] in reached:
                     start = group.starts[k]
                     results.append(tensor)
