@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_map_only
 
 from daceml_train.driver.faster import LEVELS, FasterModule
 from daceml_train.driver.forests import Forests
+from daceml_train.frontends.torch.handlers import handles
 from daceml_train.frontends.torch.recursion import columns
 from daceml_train.frontends.torch.recursion.detect import MARKED, cycles, over_data, reachable
-from daceml_train.frontends.torch.recursion.finished import computed
+from daceml_train.frontends.torch.recursion.finished import Owned, computed
 from daceml_train.frontends.torch.recursion.lazy import RECORDER, Lazy, record_by, recording
 from daceml_train.frontends.torch.recursion.native_calls import values_given
 from daceml_train.frontends.torch.recursion.outline import asks_for_types, outlined, with_codes, without_codes
@@ -94,6 +95,7 @@ class Recursion:
             )
             return entry()
         tensors = [*module.parameters(), *module.buffers()]
+        owned = Owned(modules)
         recorder = Recorder(self.structures, tensors, entry.__code__, note, module)
         collecting = gc.isenabled()
         record_by(recorder)
@@ -112,6 +114,7 @@ class Recursion:
             raise
         finally:
             record_by(None)
+            owned.settle()
             if collecting:
                 gc.enable()
         self.left += bool(recorder.eager)
@@ -197,7 +200,9 @@ def _found(
     if not (functions := marked | (by_name if data else {})):
         return None
     found = Recursion(functions, programs, bool(marked), list(module.modules()))
-    for function in dict.fromkeys(reachable(source, owners).values()):
+    below = reachable(source, owners)
+    found.structures.caught = any(map(handles, below))
+    for function in dict.fromkeys(below.values()):
         if function not in found.outlined and asks_for_types(function):
             found.refused = f"type(...) of a value, in {function.__qualname__}, which differs from isinstance"
     return found

@@ -97,6 +97,15 @@ def _meets_handler(code: CodeType, offset: int) -> bool:
     return False
 
 
+def handles(code: CodeType) -> bool:
+    """Whether a function has a handler of such errors anywhere."""
+    if is_library(code):
+        return False
+    instructions = [(i.offset, i.opname, i.argval) for i in dis.get_instructions(code)]
+    targets = {block.target for block in dis._parse_exception_table(code)}  # type: ignore[attr-defined]
+    return any(catches(code, [(name, value) for at, name, value in instructions if at >= each]) for each in targets)
+
+
 def is_library(code: CodeType) -> bool:
     """Whether this is code of PyTorch or of this package, which raises what it has caught."""
     return code.co_filename.startswith(_LIBRARIES)

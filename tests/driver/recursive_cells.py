@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.driver.recursive_programs import WIDTH, Node, Program
@@ -218,4 +218,101 @@ class Reused(Program):
             below = self.visit(part)
             if k != 1:
                 x = self.both(below, x) + (below * below).tanh()
+        return x
+
+
+class Recurrent(Program):
+    """Cells of recurrent networks, a batch norm in evaluation mode, NumPy's numbers, and what a loop carries along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.lstm = nn.GRUCell(WIDTH, WIDTH), nn.LSTMCell(WIDTH, WIDTH, bias=False)
+        self.plain, self.norm = nn.RNNCell(WIDTH, WIDTH, nonlinearity="relu"), nn.BatchNorm1d(WIDTH).eval()
+        nn.init.uniform_(self.norm.running_var, 0.5, 1)
+
+    def visit(self, node: Node) -> Tensor:
+        """The state of a node."""
+        x = self.norm(self.leaf(node))
+        before = x[:, 1:]
+        for part in node.parts:
+            below = self.visit(part)
+            x = x + before.mean()
+            before = self.plain(below)  # read by the next child alone
+            x, cell = self.lstm(below, (x, before.detach()))
+            x = np.float64(node.word / 10) * self.gru(below, x + cell)
+        return x
+
+
+class Averaged(Program):
+    """A buffer, and an attribute, that are assigned in the recursion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones(1, WIDTH))
+        self.last: Any = None
+
+    def visit(self, node: Node) -> Tensor:
+        """The state of a node."""
+        x = self.leaf(node) + self.average
+        for part in node.parts:
+            x = self.both(x, self.visit(part))
+        self.average = 0.9 * self.average + 0.1 * x.detach()
+        x = x if self.last is None else x + self.last
+        self.last = x.detach()
+        return x
+
+
+class Handled(Program):
+    """Errors of values that the recursion handles where they are raised."""
+
+    def embedded(self, word: int) -> Tensor:
+        """A row of the table, or another one."""
+        try:
+            return self.words(torch.tensor([word + 3]))
+        except IndexError:
+            self.visits += 1
+            return self.gate.bias[None]
+
+    def visit(self, node: Node) -> Tensor:
+        """The state of a node."""
+        x = self.embedded(node.word)
+        for part in node.parts:
+            x = self.both(x, self.visit(part))
+        return x
+
+
+class Viewed(Program):
+    """Views of values that are changed in place after a look, and what was computed with them before."""
+
+    def visit(self, node: Node) -> Tensor:
+        """The state of a node."""
+        x = self.leaf(node)
+        for part in node.parts:
+            below = self.visit(part)
+            view, sums = below.view(-1)[1:3], x.detach()[:, :1]
+            self.visits += bool(below.sum() > 0)
+            below.mul_(0.5)
+            x = self.both(x, below) + view.sum()
+            self.visits += bool(sums.sum() > 0)
+            kept = sums * 2
+            sums += 1
+            x = x + kept + sums
+        return x * 0.9
+
+
+class Made(Program):
+    """Layers that are made when a node needs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": nn.Linear(WIDTH, WIDTH)})
+
+    def visit(self, node: Node) -> Tensor:
+        """The state of a node."""
+        x = self.leaf(node)
+        for part in node.parts:
+            name = str(part.word % 3)
+            if name not in self.layers:
+                self.layers[name] = nn.Linear(WIDTH, WIDTH)
+            x = x + self.layers[name](self.visit(part))
         return x

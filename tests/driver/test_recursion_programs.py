@@ -12,17 +12,22 @@ from daceml_train.driver.forests import Forests
 from tests.driver.recursive_cells import (
     Arrays,
     Attention,
+    Averaged,
     Caught,
     Constants,
     Dropout,
     Effects,
+    Handled,
     InPlace,
     Losses,
+    Made,
     Mapped,
+    Recurrent,
     Reused,
     Tuples,
     Types,
     Values,
+    Viewed,
 )
 from tests.driver.recursive_programs import (
     WIDTH,
@@ -44,8 +49,9 @@ from tests.driver.recursive_programs import (
 
 PROGRAMS = [
     *(Generators, Early, Dicts, Memo, Stack, Keywords, Closure, Static, UpAndDown, Depths, Lambda, Arrays, Tuples),
-    *(Dropout, Caught, Attention, Values, InPlace, Constants, Losses, Types, Mapped, Effects, Reused),
+    *(Dropout, Caught, Attention, Values, InPlace, Constants, Losses, Types, Mapped, Effects, Reused, Recurrent),
 ]
+RECORDED = [*PROGRAMS, Averaged, Handled, Made, Viewed]
 
 
 def leaves(found: Any) -> list[Tensor]:
@@ -79,6 +85,7 @@ def check(kind: type[Program]) -> Any:
             assert (p.grad is None) == (q.grad is None), name
             if q.grad is not None:
                 torch.testing.assert_close(p.grad, q.grad)
+        torch.testing.assert_close(dict(model.named_buffers()), dict(twin.named_buffers()))
         assert model.visits == twin.visits
     return compiled
 
@@ -94,7 +101,7 @@ def test_programs(kind: type[Program]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:daceml_train")
-@pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", RECORDED, ids=lambda kind: kind.__name__)
 def test_programs_whose_levels_pytorch_runs(kind: type[Program], monkeypatch: Any) -> None:
     monkeypatch.setattr(Forests, "run", lambda self, structures, runs: None)
     check(kind)

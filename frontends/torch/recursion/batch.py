@@ -239,4 +239,4 @@ class Batch:
         if value.value is not None:
             return value.value
         tensor, row = self.place(value)
-        return tensor[row].clone() if self.merged else tensor[row]  # user code may change it, and not its equals
+        return tensor[row].clone()  # user code may change it in place, and not its neighbors

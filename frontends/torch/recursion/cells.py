@@ -20,6 +20,7 @@ from daceml_train.analysis.sizes import bind
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import capture
 from daceml_train.frontends.torch.capture.trace import first_line, silent
+from daceml_train.frontends.torch.recursion.aliases import is_alias
 from daceml_train.frontends.torch.recursion.counts import COUNTS, for_any_count
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, meta, meta_of, set_value
 from daceml_train.frontends.torch.recursion.runs import Given, Reference, Run, Shared, Step, decoded
@@ -121,7 +122,8 @@ def step(structures: Any, at: Step, run: Run, key: tuple[Any, ...], keywords: bo
     output.refused = _of_all_indices(key[0], args, kwargs)
     if output.refused:
         return output
-    watch = _Watch([a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)])
+    operands = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+    watch = _Watch(operands)
     try:
         with silent(), torch._C.DisableTorchFunction(), fakes.mode, watch, torch.set_grad_enabled(key[1]):
             result = key[0](*args, **kwargs)
@@ -150,6 +152,8 @@ def step(structures: Any, at: Step, run: Run, key: tuple[Any, ...], keywords: bo
         output.refused = EFFECT if result is None else f"it returns {type(result).__name__}"
         return output
     output.made = tuple(map(meta_of, output.examples))
+    output.alias = is_alias(output.examples, operands)
+    output.aliased = at.aliased or output.alias
     output.count = at.count + len(output.made)
     return output
 

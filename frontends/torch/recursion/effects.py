@@ -70,6 +70,20 @@ def exposes(function: Callable[..., Any]) -> bool:
     return getattr(function, "__name__", "") in _EXPOSING
 
 
+def initializes(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a function changes tensors unseen by gradients, as where a new module gets its first weights."""
+    unseen = not torch.is_grad_enabled() or getattr(function, "__module__", "") == torch.nn.init.__name__
+    return unseen and may_change(function, args, kwargs)
+
+
+def in_range(function: Callable[..., Any], args: Any) -> bool:
+    """Whether an operator cannot fail, since it looks up indices that are known and in range."""
+    if function is not torch.nn.functional.embedding or len(args) < 2 or type(args[0]) is Lazy:
+        return False
+    with torch._C.DisableTorchFunction():
+        return all(0 <= k < len(args[1]) for k in args[0].flatten().tolist())
+
+
 def settled(tensor: torch.Tensor) -> torch.Tensor:
     """What a recorded operator reads of a tensor: a copy if others than PyTorch can write to its memory until then.
 
@@ -128,8 +142,8 @@ class Held:
     def of_shared(self, args: Any, kwargs: Any) -> bool:
         """Whether one of these arguments has the memory of a parameter or a buffer."""
         with torch._C.DisableTorchFunction():
-            fixed = {_memory(t) for t in self.shared}
-            return not fixed.isdisjoint(map(_memory, _tensors((*args, *kwargs.values()))))
+            fixed = {memory(t) for t in self.shared}
+            return not fixed.isdisjoint(_memories((*args, *kwargs.values())))
 
     def cleared(self) -> None:
         """Note that nothing is recorded any more; what follows may give a parameter other memory."""
@@ -138,33 +152,38 @@ class Held:
     def by(self, runs: list[Run], solos: list[Any], args: Any, kwargs: Any) -> bool:
         """Whether recorded operators read the memory of one of these arguments."""
         with torch._C.DisableTorchFunction():
-            given = {_memory(t) for t in _tensors((*args, *kwargs.values()))}
+            given = set(_memories((*args, *kwargs.values())))
             if not given:
                 return False
             if self.fixed is None:
-                self.fixed = {_memory(t) for t in self.shared}
+                self.fixed = {memory(t) for t in self.shared}
             whole = True
             for run in runs[self.looked :]:
-                self.read.update(map(_memory, _tensors(run.inputs)))
+                self.read.update(_memories(run.inputs))
                 whole = whole and run.sealed
                 self.looked += whole
-            waiting = {_memory(t) for solo in solos for t in _tensors((*solo.args, *solo.kwargs.values()))}
+            waiting = {m for solo in solos for m in _memories((*solo.args, *solo.kwargs.values()))}
         return not all(map(given.isdisjoint, (self.fixed, self.read, waiting)))
 
 
-def _tensors(found: Iterable[Any]) -> Iterator[torch.Tensor]:
+def _memories(found: Iterable[Any]) -> Iterator[int]:
+    """What stands for the memory of tensors; a lazy value stands for that which it has, or will have."""
     for a in found:
         kind = type(a)
         if kind is Lazy:
+            yield id(a)
+            if a.value is not None:
+                yield memory(a.value)
             if type(a.source) is Pick:
-                yield a.source.tensor
+                yield memory(a.source.tensor)
         elif kind in (list, tuple):
-            yield from _tensors(a)
+            yield from _memories(a)
         elif isinstance(a, torch.Tensor):
-            yield a
+            yield memory(a)
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory(tensor: torch.Tensor) -> int:
+    """What stands for the memory of a tensor."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a sparse tensor

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from daceml_train.errors import Unsupported
@@ -13,6 +15,25 @@ from daceml_train.frontends.torch.recursion.recorder import Recorder
 from daceml_train.frontends.torch.recursion.runs import Run
 
 
+class Owned:
+    """What modules have of a recursion: values that user code has assigned to attributes and buffers become tensors."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.tables = [table for m in modules for table in (vars(m), m._buffers)]
+        self.before = [dict(table) for table in self.tables]
+
+    def settle(self) -> None:
+        """Take the tensors of values; what cannot be computed, since it has raised an error, is as it was before."""
+        for table, before in zip(self.tables, self.before, strict=True):
+            for name, value in list(table.items()):
+                if type(value) is not Lazy:
+                    continue
+                try:
+                    table[name] = value.tensor()
+                except Exception:  # PyTorch's, of values, which the caller has been told
+                    table[name] = before.get(name)
+
+
 def computed(recorder: Recorder, found: Any) -> Any:
     """A result of user code with tensors in place of lazy ones."""
     leaves, spec = pytree.tree_flatten(found)
@@ -20,7 +41,7 @@ def computed(recorder: Recorder, found: Any) -> Any:
     for value in lazies:
         if type(value.source) is Run:
             value.source.use(value.index)
-    recorder.flush()
+    recorder.flush(last=True)
     if not recorder.eager and recorder.exposed.written():
         raise Unsupported(
             "NumPy's writes to a parameter or a buffer within a recursion, whose calls are computed later",

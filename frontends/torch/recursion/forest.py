@@ -131,7 +131,7 @@ class Forest:
         for group, (inputs, own, outputs) in zip(self.groups[::-1], saved[::-1], strict=True):
             seeds: list[torch.Tensor] = []
             results: list[torch.Tensor] = []
-            for k, tensor in zip(group.cell.outputs, outputs, strict=True):
+            for k, tensor in zip(group.starts, outputs, strict=True):  # the cell may have more outputs since
                 if tensor.requires_grad and group.cell.metas[k] in reached:
                     start = group.starts[k]
                     results.append(tensor)
@@ -166,7 +166,7 @@ class Forest:
     def value(self, value: Lazy) -> torch.Tensor:
         """A computed value."""
         tensor, row = self.place(value)
-        return tensor[row]
+        return tensor[row].clone()  # user code may change it in place, and not its neighbors
 
 
 class _Levels(torch.autograd.Function):
@@ -270,9 +270,10 @@ def gathered(function: Any, args: Any) -> Any:
     for a in args:
         if type(a) in (list, tuple) and len(a) > 1 and all(type(b) is Lazy and b.value is None for b in a):
             for group in _by_buffer(a):
-                parts = rows(group).unbind(0)
+                # user code may change each of them in place, which it may not where they are parts of one tensor
+                parts = torch.unsafe_split(rows(group), 1)
                 for value, part in zip(group, parts, strict=True):
-                    set_value(value, part)
+                    set_value(value, part.squeeze(0))
         results.append(known(a))
     return tuple(results)
 

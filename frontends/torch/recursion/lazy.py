@@ -277,6 +277,9 @@ for _name in dir(torch.Tensor):
     elif not _name.startswith("__"):
         setattr(Lazy, _name, _attribute(_name))
 
+Lazy.__array_priority__ = torch.Tensor.__array_priority__  # type: ignore[attr-defined]
+"""NumPy's numbers leave arithmetic with a value to it, as they do with tensors."""
+
 for _name in ("__repr__", "__str__", "__format__"):
     _shown = getattr(torch.Tensor, _name)
     setattr(Lazy, _name, lambda self, *a, _shown=_shown: _shown(self.tensor(), *a))

@@ -168,7 +168,9 @@ class Outliner:
             if isinstance(node, ast.Assign):
                 inside |= set(named(node.targets) or ())
         last = block[-1]
-        results = [n for n in sorted(inside) if any(id(use) not in own for use in self.reads.get(n, ()))]
+        # what is read before it is assigned may be read by the same block again, in a loop
+        used = {n for n in inside if n in parameters or any(id(use) not in own for use in self.reads.get(n, ()))}
+        results = sorted(used)
         body = list(block)
         if not isinstance(last, ast.Return):
             loaded: list[ast.expr] = [ast.Name(n, ast.Load()) for n in results]

@@ -11,14 +11,19 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
+from daceml_train.frontends.torch.handlers import may_fail
 from daceml_train.frontends.torch.recursion import cells, columns
+from daceml_train.frontends.torch.recursion.aliases import aliases
 from daceml_train.frontends.torch.recursion.arguments import joined_type, laziness, lazy_values, name_of, picked
+from daceml_train.frontends.torch.recursion.decomposed import decomposed
 from daceml_train.frontends.torch.recursion.effects import (
     Exposed,
     Held,
     all_settled,
     decides,
     exposes,
+    in_range,
+    initializes,
     may_change,
     needs_graph,
     settled,
@@ -46,6 +51,7 @@ from daceml_train.frontends.torch.recursion.runs import (
     Run,
     Solo,
     constant,
+    keyed,
     run_of,
     slot,
 )
@@ -134,7 +140,7 @@ class Recorder(TorchFunctionMode):
         state = laziness(args)
         if kwargs:
             state |= laziness(kwargs.values())
-        if not state & 3 or self.eager:
+        if not state & 3 or self.eager or (state == 2 and initializes(function, args, kwargs)):
             return self._now(state, function, args, kwargs)
         if peek_interpreter_stack() is not None:  # within `torch.func`, whose values are not those of this level
             return function(*known(args), **known(kwargs))
@@ -142,9 +148,17 @@ class Recorder(TorchFunctionMode):
             if state & 1 or decides(function, args, self.shared):
                 self.abandon(f"{name_of(function)} {cells.EFFECT}")
             return function(*known(args), **known(kwargs))
+        if self.structures.caught and may_fail(name_of(function), args):
+            self.events += 1  # or a block would repeat it
+            if not in_range(function, args):
+                return self._at_once(function, args, kwargs, "an error that user code may handle")
         frame = self._frame()
         if type(frame) is bool:
             return function(*known(args), **known(kwargs))
+        if frame is not None and (parts := decomposed(function)) is not None:
+            found = parts(lambda *each: self._record(self._run_of(frame), *each), *args, **kwargs)
+            if found is not NotImplemented:
+                return found
         if frame is None:
             if not state & 1:
                 return self._now(state, function, args, kwargs)
@@ -250,8 +264,7 @@ class Recorder(TorchFunctionMode):
             return (SLICE, *[self._encode(run, b) for b in (a.start, a.stop, a.step)])
         if kind is dict:
             return (MAPPING, *[self._encode(run, b) for item in a.items() for b in item])
-        hash(a)
-        return a
+        return keyed(a)
 
     def _input(self, run: Run, a: Any, kind: Meta) -> Given:
         run.slots[id(a)] = slot(INPUTS, len(run.inputs))
@@ -366,14 +379,15 @@ class Recorder(TorchFunctionMode):
             found: torch.Tensor = run.forest.value(value)
         return found
 
-    def flush(self) -> None:
-        """Compute what is recorded."""
+    def flush(self, last: bool = False) -> None:
+        """Compute what is recorded; user code goes on afterwards, unless this is the `last` time."""
         self.events += 1
         with outside(self._has_gradients()):
             pending: list[Any] = self.pending
             solos: list[Any] = self.solos
             self.pending, self.solos = [], []
             self.held.cleared()
+            views = [] if last else aliases(pending)
             by_stage: dict[int, list[Run]] = columns.seal(pending)
             for stage in sorted({*by_stage, *[solo.stage for solo in solos]}):
                 for solo in solos:
@@ -385,6 +399,8 @@ class Recorder(TorchFunctionMode):
                     except Exception:  # PyTorch's, of values
                         self.failed = cells.failing(runs)
                         raise
+            for view in views:
+                view.restore()
 
     def _run(self, runs: list[Run]) -> None:
         compiled = self.structures.programs

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta
@@ -91,6 +93,15 @@ def constant(value: Any) -> Constant:
     return found
 
 
+def keyed(value: Any) -> Any:
+    """What stands for an argument in a key; numbers of other types than Python's may be equal to those.
+
+    Raises `TypeError` for one without a hash.
+    """
+    hash(value)
+    return constant(value) if isinstance(value, Number | np.generic) else value
+
+
 def decoded(entry: Any, of: Callable[[Any], Any]) -> Any:
     """An argument from a key; `of` has the values of slots, new inputs, and shared tensors."""
     kind = type(entry)
@@ -136,6 +147,10 @@ class Step:
     numbers: dict[Any, set[Any]] = field(default_factory=dict)
     """Python's numbers that the next operator was ever given; see `scalars`."""
     cell: Any = None
+    alias: bool = False
+    """Whether a result has the memory of an operand."""
+    aliased: bool = False
+    """Whether one of an operator up to here has."""
     keywords: bool = False
     """Whether the last entry of the key has keyword arguments."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from daceml_train.frontends.torch.recursion.lazy import Lazy
@@ -26,6 +27,8 @@ def with_data(at: Step, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]
         return args
     for k, a in enumerate(args):
         other = args[1 - k]
+        if isinstance(a, np.floating | np.integer):
+            a = a.item()  # which PyTorch takes it for
         if type(a) not in (int, float) or type(other) is not Lazy:
             continue
         dtype = other.meta.dtype

@@ -43,6 +43,8 @@ class Structures:
         """Whether an operator within the recursion was ever recorded."""
         self.nested = False
         """Whether one was recorded in a call of a function below another call of the same."""
+        self.caught = False
+        """Whether user code may handle errors of values, which operators therefore have to raise where they are."""
         self.programs: Any = None
         """What compiles forests; None if PyTorch runs them."""
 
