@@ -32,18 +32,26 @@ _ATTRIBUTE, _SEED = -1, -2
 
 
 class NativeCall:
-    """The native function of a compiled graph, which calls `python` until it has plans, and where it must."""
+    """The native function of a compiled graph, which calls `python` until it has plans, and where it must.
+
+    Random numbers of eager execution are drawn before, and are its first arguments.
+    """
 
     def __init__(self, graph: Compiled, python: Callable[..., Any], backward: Callable[..., Any]) -> None:
         probe = torch.empty(())
         captured, compiled = graph.captured, graph.compiled
         sources = {source.name: source for source in captured.inputs}
+        drawn = list(captured.draws)
         positions, attributes = [], []
         for name in graph.names:
+            if name in captured.draws:
+                attributes.append(None)
+                positions.append(drawn.index(name))
+                continue
             source = sources.get(name)
             attribute = source is not None and source.kind == "attribute"
             attributes.append(source.value if attribute and source is not None else None)
-            positions.append(_SEED if source is None else _ATTRIBUTE if attribute else source.position)
+            positions.append(_SEED if source is None else _ATTRIBUTE if attribute else len(drawn) + source.position)
         differentiable = sorted(graph.differentiable)
         description = (
             python,
@@ -104,7 +112,9 @@ def native_call(graph: Compiled, python: Callable[..., Any], backward: Callable[
         return None
     if compiled.forward.device is not CPU or compiled.sparse or graph.copied:
         return None
-    if captured.selection is not None or captured.draws or not captured.flat:
+    if captured.selection is not None or not captured.flat:
+        return None
+    if captured.draws and (captured.graph.writes or not all(draw.settled for draw in captured.draws.values())):
         return None
     if any(s.kind not in ("tensor", "attribute") for s in captured.inputs if s.name and s.name != SEED):
         return None

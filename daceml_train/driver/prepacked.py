@@ -13,6 +13,9 @@ from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.native_library import fingerprint
 from daceml_train.runtime.prepack import packed
 
+CHANGES = 4
+"""Where weights were packed in so many calls in a row, they change from call to call."""
+
 _ARRAY = -1
 """Stands for the position of an input."""
 
@@ -64,8 +67,8 @@ class PrepackedWeights:
         direct = (self.taken[k] for k in self.packings if k < len(self.taken))
         self.watched = tuple(dict.fromkeys((*self.read, *direct)))
         """The graph's inputs that something is computed from."""
-        self.computed = 0
-        """How often the arrays were computed."""
+        self.computed = self.in_a_row = 0
+        """How often the arrays were computed, and in how many calls in a row until now."""
         self._state: _State | None = None
 
     def __call__(self, inputs: Sequence[torch.Tensor], run: Run) -> list[torch.Tensor]:
@@ -73,7 +76,9 @@ class PrepackedWeights:
         given = [inputs[i] for i in self.taken]
         parameters = [inputs[i] for i in self.watched]
         seen, state = fingerprint(parameters), self._state
-        if state is None or seen is None or state.seen != seen:
+        fresh = state is None or seen is None or state.seen != seen
+        self.in_a_row = self.in_a_row + 1 if fresh else 0
+        if state is None or fresh:
             arrays = self._compute(inputs, given, run)
             state = _State(seen or 0, arrays, [parameter.detach() for parameter in parameters])
             self._state = None if seen is None else state
@@ -81,6 +86,11 @@ class PrepackedWeights:
             if position in self.packings:
                 given[position] = state.arrays[position]
         return [*given, *(state.arrays[k] for k in range(len(given), len(given) + self._computed))]
+
+    @property
+    def changes(self) -> bool:
+        """Whether the weights change from call to call: an average of parameters, or a module between its updates."""
+        return self.in_a_row >= CHANGES
 
     @property
     def prepared(self) -> Prepared | None:
