@@ -31,6 +31,7 @@ from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.executor import InputMismatch
 from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs, Ticket
+from daceml_train.runtime.native_library import library
 from daceml_train.tensor import evaluate
 
 FORWARD_MODE = "a call inside forward-mode differentiation, which PyTorch runs"
@@ -42,6 +43,9 @@ def draw_seed() -> torch.Tensor:
     """A 0-d int64 seed from PyTorch's CPU generator."""
     return torch.empty((), dtype=torch.int64).random_()
 
+
+SECOND_ORDER = 3
+"""After so many gradients of gradients, a graph of which most calls have one is left to PyTorch."""
 
 COUNTERS = 16
 """Elements of a buffer that is copied for the backward pass, which takes about a microsecond."""
@@ -96,7 +100,9 @@ class CompiledGraph:
         again: Callable[[], Differentiable] | None = None,
     ) -> None:
         self.note, self.again = note, again
-        self._runs = 0
+        self._runs = self._seconds = 0
+        self._second_order = False
+        """Whether PyTorch runs all calls, whose gradients are differentiated again."""
         self.captured, self.compiled, self.eager = captured, compiled, eager
         names = list(captured.graph.inputs)
         self.names = names
@@ -205,6 +211,14 @@ class CompiledGraph:
         by_name = dict(zip(self.names, tensors, strict=True)) if self.captured.sized else {}
         return laid_out(self.captured, outputs, sizes_of(self.captured, by_name))
 
+    def differentiated_again(self) -> None:
+        """Note a gradient of a gradient, which PyTorch computes: if most calls have one, PyTorch runs them."""
+        self._seconds += 1
+        if self._seconds >= SECOND_ORDER and 2 * self._seconds >= self.runs and not self.captured.random:
+            self._second_order = True
+            if self._native is not None:
+                library().compiled_calls_end()
+
     def owners(self, results: Any, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Graph output -> its value in a call of `eager`, for outputs through which gradients flow."""
         sizes = sizes_of(self.captured, dict(zip(self.names, tensors, strict=True)))
@@ -252,7 +266,7 @@ class CompiledGraph:
         for i, cotangent in zip(sorted(self.differentiable), cotangents, strict=True):
             results[i] = cotangent
         found = gradients_of(self, Call(arguments, tensors, versions), lambda: saved, results)
-        if self._native is not None:
+        if self._native is not None and not self._second_order:
             plan, copied = self._ran
             self._native.use(plan, self._backward_plan, copied)
         return [found[position] for position in self.wanted]
@@ -267,6 +281,8 @@ class CompiledGraph:
 
     def _call(self, arguments: Sequence[Any], drawn: Mapping[str, torch.Tensor] | None = None) -> Any:
         self._runs += 1
+        if self._second_order:
+            return self.eager(*arguments)
         if torch.autograd.forward_ad._current_level >= 0:  # `optimize` sees that before; `torch.compile` does not
             return self._by_pytorch(FORWARD_MODE, arguments)
         by_name = input_tensors(self.captured, arguments)

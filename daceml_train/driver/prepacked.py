@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,8 +14,8 @@ from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.native_library import fingerprint
 from daceml_train.runtime.prepack import packed
 
-CHANGES = 4
-"""Where weights were packed in so many calls in a row, they change from call to call."""
+RECENT, CHANGES = 8, 4
+"""Where weights were packed in so many of the last calls, that takes longer than it saves."""
 
 _ARRAY = -1
 """Stands for the position of an input."""
@@ -67,8 +68,10 @@ class PrepackedWeights:
         direct = (self.taken[k] for k in self.packings if k < len(self.taken))
         self.watched = tuple(dict.fromkeys((*self.read, *direct)))
         """The graph's inputs that something is computed from."""
-        self.computed = self.in_a_row = 0
-        """How often the arrays were computed, and in how many calls in a row until now."""
+        self.computed = 0
+        """How often the arrays were computed."""
+        self._recent: deque[bool] = deque(maxlen=RECENT)
+        """Whether each of the last calls computed them."""
         self._state: _State | None = None
 
     def __call__(self, inputs: Sequence[torch.Tensor], run: Run) -> list[torch.Tensor]:
@@ -77,7 +80,7 @@ class PrepackedWeights:
         parameters = [inputs[i] for i in self.watched]
         seen, state = fingerprint(parameters), self._state
         fresh = state is None or seen is None or state.seen != seen
-        self.in_a_row = self.in_a_row + 1 if fresh else 0
+        self._recent.append(fresh)
         if state is None or fresh:
             arrays = self._compute(inputs, given, run)
             state = _State(seen or 0, arrays, [parameter.detach() for parameter in parameters])
@@ -90,7 +93,7 @@ class PrepackedWeights:
     @property
     def changes(self) -> bool:
         """Whether the weights change from call to call: an average of parameters, or a module between its updates."""
-        return self.in_a_row >= CHANGES
+        return sum(self._recent) >= CHANGES
 
     @property
     def prepared(self) -> Prepared | None:

@@ -330,6 +330,23 @@ def _arguments(model, x):
     return [by_name.get(str(paths[i].path).removeprefix("self."), x) for i in sorted(k for k in paths if k is not None)]
 
 
+def test_gradients_of_gradients_from_a_second_program():
+    """A graph whose gradients are differentiated again at most calls is left to PyTorch, and others are not."""
+    eager, ours, graph = both(TwoLayers, True)
+    for _ in range(7):
+        x = torch.randn(4, 6, dtype=torch.double, requires_grad=True)
+        for model in (eager, ours):
+            (slope,) = torch.autograd.grad(loss(model, x), x, create_graph=True)
+            slope.square().sum().backward()
+        torch.testing.assert_close(gradients(ours), gradients(eager))
+    runs = graph.runs
+    assert graph._second_order
+    loss(ours, x).backward()
+    loss(eager, x).backward()
+    torch.testing.assert_close(gradients(ours), gradients(eager))
+    assert graph._native.runs < runs == graph.runs - 1
+
+
 def test_threads():
     eager, ours, _ = both(TwoLayers)
     x = torch.randn(4, 6, dtype=torch.double)
