@@ -42,7 +42,8 @@ class NativeCall:
         captured, compiled = graph.captured, graph.compiled
         sources = {source.name: source for source in captured.inputs}
         drawn = list(captured.draws)
-        positions, attributes = [], []
+        positions: list[int | None] = []
+        attributes: list[Any] = []
         for name in graph.names:
             if name in captured.draws:
                 attributes.append(None)
@@ -51,7 +52,8 @@ class NativeCall:
             source = sources.get(name)
             attribute = source is not None and source.kind == "attribute"
             attributes.append(source.value if attribute and source is not None else None)
-            positions.append(_SEED if source is None else _ATTRIBUTE if attribute else len(drawn) + source.position)
+            place = None if source is None or source.position is None else len(drawn) + source.position
+            positions.append(_SEED if source is None else _ATTRIBUTE if attribute else place)
         differentiable = sorted(graph.differentiable)
         description = (
             python,

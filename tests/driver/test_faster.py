@@ -74,7 +74,7 @@ def test_a_graph_that_is_divided_is_not_whole(monkeypatch: pytest.MonkeyPatch) -
         return takes(self, programs, runs, broken, seeded)
 
     monkeypatch.setattr(FasterModule, "takes_pieces", watched)
-    model = Broken()
+    model = Broken().double()
     trained(model, dt.optimize(model), batches(3))
     assert told == [False, True, True]
 

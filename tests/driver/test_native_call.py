@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from torch.nn.functional import dropout
 
 import daceml_train as dt
+from daceml_train.driver import faster
 
 CALLS = 6
 """Calls after which those of a module run without Python."""
@@ -57,8 +58,9 @@ class Dropped(torch.nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _fixed():
+def _fixed(monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(faster, "SHORT", 0.0)  # what is one program is not compared with PyTorch
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -321,6 +323,24 @@ def test_random_numbers():
     torch.testing.assert_close(ours.linear.weight.grad, kept.T @ x * 2)
 
 
+def test_random_numbers_of_eager_execution():
+    """They are drawn once, before a native call, and in the first calls, which Python runs."""
+    theirs = Dropped().double()
+    ours = copy.deepcopy(theirs)
+    module = dt.optimize(ours, random="eager")
+    found = []
+    for model, called in ((theirs, theirs), (ours, module)):
+        torch.manual_seed(5)
+        results = []
+        for _ in range(CALLS):
+            results.append(called(torch.randn(4, 6, dtype=torch.double)))
+            loss(torch.nn.Identity(), results[-1]).backward()
+        found.append([*results, *gradients(model), torch.rand(3)])
+    torch.testing.assert_close(found[1], found[0])
+    (graph,) = (p for programs in module._daceml_train.backend.programs.values() for p in programs)
+    assert 0 < graph._native.runs < graph.runs == CALLS
+
+
 def _arguments(model, x):
     by_name = dict(model.named_parameters())
     (graph,) = (p for programs in model._daceml_train.backend.programs.values() for p in programs)
@@ -333,7 +353,7 @@ def _arguments(model, x):
 def test_gradients_of_gradients_from_a_second_program():
     """A graph whose gradients are differentiated again at most calls is left to PyTorch, and others are not."""
     eager, ours, graph = both(TwoLayers, True)
-    for _ in range(7):
+    for _ in range(8):
         x = torch.randn(4, 6, dtype=torch.double, requires_grad=True)
         for model in (eager, ours):
             (slope,) = torch.autograd.grad(loss(model, x), x, create_graph=True)

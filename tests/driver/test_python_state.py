@@ -218,14 +218,15 @@ def test_a_storm_of_sizes_in_a_list_ends() -> None:
     module = dt.optimize(ours)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for number in range(STORM + 4):
-            parts = [torch.arange(1 + (5 * k * number + 3 * k + number * number) % 6) for k in range(1, 4)]
+        for _ in range(STORM + 4):
+            parts = [torch.zeros(int(size), dtype=torch.long) for size in torch.randint(1, 40, (8,))]
             module(parts).sum().backward()
             theirs(parts).sum().backward()
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
     state = state_of(module)
-    assert state is not None and state.backend.graphs <= STORM, state.backend.graphs
+    assert state is not None
+    assert state.backend.graphs <= STORM + 2, state.backend.graphs  # what follows `pad_sequence` has two of its own
     assert any("recompiled at nearly every call" in reason for reason in state.backend.breaks)
 
 

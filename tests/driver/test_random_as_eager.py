@@ -173,25 +173,6 @@ def test_numbers_that_numpy_draws(name: str) -> None:
         assert run == pytest.approx(found[0], rel=1e-12)
 
 
-def test_calls_without_python() -> None:
-    """Numbers are drawn once, also where a native call leaves its inputs to Python."""
-    torch.manual_seed(1)
-    theirs = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)).double()
-    ours = copy.deepcopy(theirs)
-    module = dt.optimize(ours, random="eager")
-    inputs = [torch.randn(3, 4).double() for _ in range(8)]
-    inputs[6] = inputs[6].t().contiguous().t()
-    found = []
-    for called in (theirs, module):
-        torch.manual_seed(5)
-        results = [called(x) for x in inputs]
-        sum(r.square().sum() for r in results).backward()
-        found.append([*results, *(p.grad for p in called.parameters()), torch.rand(3)])
-    torch.testing.assert_close(found[1], found[0])
-    (graph,) = (p for programs in module._daceml_train.backend.programs.values() for p in programs)  # type: ignore[union-attr]
-    assert 0 < graph._native.runs < graph.runs
-
-
 def test_what_is_no_choice() -> None:
     with pytest.raises(dt.Invalid, match="seeded, eager, given 'cuda'"):
         dt.optimize(nn.Linear(2, 2), random="cuda")  # type: ignore[arg-type]
