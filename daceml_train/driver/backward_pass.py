@@ -34,6 +34,9 @@ class Compiled(Protocol):
     eager: Callable[..., Any]
     note: Callable[[str], None] | None
 
+    def differentiated_again(self) -> None:
+        """Note that a gradient was asked for that is differentiated again."""
+
     def owners(self, results: Any, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Graph output -> its value in a call of `eager`, for outputs through which gradients flow."""
 
@@ -68,6 +71,7 @@ def gradients_of(
     given = [cotangents[i] for i in graph.compiled.cotangents]
     given = [g if g is None else _plain(g) for g in given]
     if torch.is_grad_enabled():
+        graph.differentiated_again()
         return _eager_gradients(graph, call, given)
     if any(g is not None and _batched(g) for g in given):
         if graph.note is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,6 +21,7 @@ from daceml_train.driver.binding import (
 )
 from daceml_train.driver.goals import Differentiable
 from daceml_train.driver.native_call import Strides, native_call
+from daceml_train.errors import DacemlError
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.graph.graph import Role
@@ -29,6 +31,7 @@ from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.executor import InputMismatch
 from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs, Ticket
+from daceml_train.runtime.native_library import library
 from daceml_train.tensor import evaluate
 
 FORWARD_MODE = "a call inside forward-mode differentiation, which PyTorch runs"
@@ -40,6 +43,9 @@ def draw_seed() -> torch.Tensor:
     """A 0-d int64 seed from PyTorch's CPU generator."""
     return torch.empty((), dtype=torch.int64, device="cpu").random_()
 
+
+SECOND_ORDER = 3
+"""After so many gradients of gradients, a graph of which most calls have one is left to PyTorch."""
 
 COUNTERS = 16
 """Elements of a buffer that is copied for the backward pass, which takes about a microsecond."""
@@ -79,7 +85,8 @@ class CompiledGraph:
     """A captured graph as a function of its placeholders' values.
 
     `eager` is the same graph as PyTorch runs it, for the gradient of a gradient. `cuda_graphs`: on a GPU, each of its
-    programs becomes one launch. `note` is called with the reason why PyTorch runs a call instead.
+    programs becomes one launch. `note` is called with the reason why PyTorch runs a call instead. `again`
+    compiles an inference whose weights change from call to call.
     """
 
     def __init__(
@@ -90,9 +97,12 @@ class CompiledGraph:
         cuda_graphs: bool = False,
         note: Callable[[str], None] | None = None,
         copied: Collection[int] = (),
+        again: Callable[[], Differentiable] | None = None,
     ) -> None:
-        self.note = note
-        self._runs = 0
+        self.note, self.again = note, again
+        self._runs = self._seconds = 0
+        self._second_order = False
+        """Whether PyTorch runs all calls, whose gradients are differentiated again."""
         self.captured, self.compiled, self.eager = captured, compiled, eager
         names = list(captured.graph.inputs)
         self.names = names
@@ -109,7 +119,7 @@ class CompiledGraph:
         self.differentiable = frozenset(differentiable_outputs(captured))
         self.cuda_graphs = self._new_cuda_graphs() if cuda_graphs else None
         outside: Any = torch._dynamo.disable  # it is called where TorchDynamo is at work
-        self._native = native_call(self, outside(self.__call__), outside(self._gradients))
+        self._native = native_call(self, outside(self._after_draws), outside(self._gradients))
         self._ran: tuple[BoundPlan | None, Strides] = None, ()
         """What the last call in Python ran, if no input was copied, and per result the strides of its copy, if any."""
         self._backward_plan: BoundPlan | None = None
@@ -122,7 +132,18 @@ class CompiledGraph:
     @property
     def entry(self) -> Callable[..., Any]:
         """What runs a call: without Python once that is settled."""
-        return self if self._native is None else self._native.function
+        if self._native is None:
+            return self
+        function, draws = self._native.function, list(self.captured.draws.values())
+        if not draws:
+            return cast("Callable[..., Any]", function)
+
+        def draw_and_call(*arguments: Any) -> Any:
+            if torch.autograd.forward_ad._current_level >= 0:
+                return self(*arguments)
+            return function(*[draw({}) for draw in draws], *arguments)
+
+        return draw_and_call
 
     def _new_cuda_graphs(self) -> CudaGraphPairs | None:
         """The CUDA graphs of both programs: parameters and buffers have fixed addresses, all other inputs move."""
@@ -166,6 +187,11 @@ class CompiledGraph:
                 return self.cuda_graphs.forward(plan, tensors, awaited)
             except InputMismatch:
                 pass
+        if self.compiled.prepacked is not None and self.compiled.prepacked.changes and self.again is not None:
+            again, self.again = self.again, None
+            with contextlib.suppress(DacemlError):
+                self.compiled = again()
+                executable = self.compiled.forward
         if self.compiled.prepacked is not None:
             tensors = self.compiled.prepacked(tensors, run_with_layout)
         if self._native is None:
@@ -184,6 +210,14 @@ class CompiledGraph:
         """Outputs of the forward program on `tensors`, in the strides of eager execution."""
         by_name = dict(zip(self.names, tensors, strict=True)) if self.captured.sized else {}
         return laid_out(self.captured, outputs, sizes_of(self.captured, by_name))
+
+    def differentiated_again(self) -> None:
+        """Note a gradient of a gradient, which PyTorch computes: if most calls have one, PyTorch runs them."""
+        self._seconds += 1
+        if self._seconds >= SECOND_ORDER and 2 * self._seconds >= self.runs and not self.captured.random:
+            self._second_order = True
+            if self._native is not None:
+                library().compiled_calls_end()
 
     def owners(self, results: Any, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Graph output -> its value in a call of `eager`, for outputs through which gradients flow."""
@@ -225,19 +259,30 @@ class CompiledGraph:
         cotangents: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
         """The gradients `wanted`, for a native call; the cotangents are those of differentiable results."""
+        arguments = arguments[len(self.captured.draws) :]
         by_name = input_tensors(self.captured, arguments)
         tensors = [by_name[name] if name in by_name else torch.empty(()) for name in self.names]
         results: list[torch.Tensor | None] = [None] * len(self.captured.graph.outputs)
         for i, cotangent in zip(sorted(self.differentiable), cotangents, strict=True):
             results[i] = cotangent
         found = gradients_of(self, Call(arguments, tensors, versions), lambda: saved, results)
-        if self._native is not None:
+        if self._native is not None and not self._second_order:
             plan, copied = self._ran
             self._native.use(plan, self._backward_plan, copied)
         return [found[position] for position in self.wanted]
 
     def __call__(self, *arguments: Any) -> Any:
+        return self._call(arguments)
+
+    def _after_draws(self, *arguments: Any) -> Any:
+        """A call that a native one leaves to Python: random numbers have been drawn, and come first."""
+        count = len(self.captured.draws)
+        return self._call(arguments[count:], dict(zip(self.captured.draws, arguments, strict=False)))
+
+    def _call(self, arguments: Sequence[Any], drawn: Mapping[str, torch.Tensor] | None = None) -> Any:
         self._runs += 1
+        if self._second_order:
+            return self.eager(*arguments)
         if torch.autograd.forward_ad._current_level >= 0:  # `optimize` sees that before; `torch.compile` does not
             return self._by_pytorch(FORWARD_MODE, arguments)
         by_name = input_tensors(self.captured, arguments)
@@ -248,8 +293,8 @@ class CompiledGraph:
             return self._by_pytorch(SHARED, arguments)
         if self.captured.random:
             sizes = sizes_of(self.captured, by_name) if self.captured.draws else {}
-            drawn = {name: draw(sizes) for name, draw in self.captured.draws.items()}
-            drawn |= {SEED: draw_seed()} if SEED in self.captured.graph.inputs else {}
+            drawn = drawn or {name: draw(sizes) for name, draw in self.captured.draws.items()}
+            drawn = {**drawn, SEED: draw_seed()} if SEED in self.captured.graph.inputs else drawn
             tensors = [drawn[n] if n in drawn else by_name[n] for n in self.names]
         if not self.differentiable or not torch.is_grad_enabled():
             results: Sequence[Any] = self.forward(tensors, None)[0]

@@ -26,19 +26,24 @@ class Inference(Goal):
     after layouts, which change the layout of weights.
     """
 
+    prepacks: bool = True
+    """Whether that is worth it: not for weights that change from call to call."""
+
     @property
     def description(self) -> str:
-        return "inference"
+        return "inference" if self.prepacks else "inference with weights that change"
 
     def divide(self, compilation: Compilation) -> Iterator[Part]:
         whole = without_dead_code(compilation.graph)
         self.made = GradientInterface(results=len(whole.outputs))
-        parts = split(whole)
+        parts = split(whole) if self.prepacks else None
         laid_out = compilation.passes(whole if parts is None else parts.main, ("fusion", "layout"))
-        parts = again(parts, laid_out)
+        parts = again(parts, laid_out) if self.prepacks else None
         graph = laid_out if parts is None else parts.main
         main = Part(graph, compilation.record, levels=("global_movement",))
         yield main
+        if not self.prepacks:
+            return
         main.lowered = pack(main.program, {name for name, entry in graph.inputs.items() if entry.role in HELD})
         if parts is not None:
             yield Part(without_dead_code(parts.prologue), Record(parts.prologue.name), results=0)
@@ -47,11 +52,14 @@ class Inference(Goal):
         return self.made
 
 
-def compile_inference(graph: Graph, options: Settings) -> Differentiable:
-    """Compile a captured graph for calls without gradients, on the CPU, by the pipeline for inference."""
+def compile_inference(graph: Graph, options: Settings, prepacks: bool = True) -> Differentiable:
+    """Compile a captured graph for calls without gradients, on the CPU, by the pipeline for inference.
+
+    Not `prepacks`: weights are read as they are, since they change from call to call.
+    """
     lookups(graph, 1)  # raises for tables whose rows other ranks read
     options = replace(options, pipeline=options.inference or options.pipeline)
-    compiled = compile_graph(without_detach(graph), Inference(), options)
+    compiled = compile_graph(without_detach(graph), Inference(prepacks), options)
     main, *rest = compiled.executables
     weights_only = rest[0] if rest else None
     prepacked = None

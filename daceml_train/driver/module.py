@@ -24,7 +24,7 @@ from daceml_train.driver.events import first_line
 from daceml_train.driver.faster import SLOWER, SLOWER_LEVELS, FasterModule
 from daceml_train.driver.forests import Forests
 from daceml_train.driver.function import CompiledGraph
-from daceml_train.driver.goals import compile_differentiable
+from daceml_train.driver.goals import Differentiable, compile_differentiable
 from daceml_train.driver.inference import compile_inference
 from daceml_train.driver.native_call import needs_python
 from daceml_train.driver.optimizer_updates import update_for
@@ -49,6 +49,7 @@ from daceml_train.frontends.torch.dynamo.tracing import (
     recompilation,
     traced,
 )
+from daceml_train.graph.node import SEED
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs
 from daceml_train.runtime.placement import common_device
@@ -86,8 +87,11 @@ class ModuleState:
         self.compiled = {m: traced(getattr(self.source, m), module, self.backend, dynamic=dynamic) for m in methods}
 
 
-STORM = 8
+STORM = 6
 """How many programs of one function may be compiled for one condition of which none runs more than twice."""
+
+SIZES = re.compile(r".*?([\w.\[\]'\"()]*?)(?:' size mismatch|\.size\(\)\[| size mismatch).*", re.DOTALL)
+"""A condition on the size of a tensor: a mismatch, or how sizes of it and of others compare."""
 
 
 @dataclass(eq=False)
@@ -130,17 +134,18 @@ class Backend:
         return type(self), (self.options,)
 
     def __call__(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        self.graphs += 1
         if any(isinstance(t, torch.Tensor) and t.is_meta for t in examples):  # shapes alone, as Keras builds a model
+            self.graphs += 1
             return as_eager(module).forward
         recent, changes = self.programs.setdefault(frame(), []), self.changes.setdefault(frame(), [])
         changed = recompilation().split("  #")[0].split(" # ")[0]
-        changes.append(re.sub(r"[\d.]+", "0", changed.partition(" == ")[0]))
+        changes.append(_subject(changed))
         del changes[: 1 - STORM]
         same = len(set(changes)) == 1  # one condition, and not a module that is called in many modes
         if len(recent) >= STORM and same and all(program.runs <= 2 for program in recent):
             self.break_off(f"recompiled at nearly every call, since {changed} changes; PyTorch runs it")
             raise SkipFrame(self.breaks[-1])
+        self.graphs += 1
         try:
             if (divided := of_local_tensors(module, examples, self.compile)) is not None:
                 return divided
@@ -193,19 +198,33 @@ class Backend:
         device = common_device({captured.graph.inputs[name].path or name: t for name, t in given.items()})
         tensors = given if torch.is_grad_enabled() else {}
         wrt = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        again = None
         if wrt or device is not CPU:
             outputs = differentiable_outputs(captured)
             compiled = compile_differentiable(captured.graph, wrt, outputs, self.options, device)
         else:
             compiled = compile_inference(captured.graph, self.options)
+            again = functools.partial(self._read_weights, captured)
         compiled.records[0].fallbacks = [(target, str(origin)) for target, origin in captured.fallbacks]
         compiled.records[0].constant_sizes = list(captured.constant_sizes)
         self.records += compiled.records
         others = self.options.cuda_graphs, self.note, copied_inputs(module)
-        compiled_graph = CompiledGraph(captured, compiled, self.eager(module), *others)
+        compiled_graph = CompiledGraph(captured, compiled, self.eager(module), *others, again)
         compiled.records[0].needs_python = needs_python(compiled_graph) if device is CPU else ""
         self.cuda_graphs += [compiled_graph.cuda_graphs] if compiled_graph.cuda_graphs is not None else []
         return compiled_graph
+
+    def _read_weights(self, captured: Captured) -> Differentiable:
+        """A call without gradients, compiled for weights that change from call to call."""
+        compiled = compile_inference(captured.graph, self.options, prepacks=False)
+        self.records += compiled.records
+        return compiled
+
+
+def _subject(changed: str) -> str:
+    """What a condition is about, without numbers and values: the sizes of the tensors in a list are one subject."""
+    sized = SIZES.fullmatch(changed)
+    return re.sub(r"[\d.]+", "0", f"size of {sized[1]}" if sized else changed.partition(" == ")[0])
 
 
 def optimized(module: torch.nn.Module, options: Settings, backend: Backend | None = None) -> torch.nn.Module:
@@ -333,8 +352,10 @@ def _gives_up(module: torch.nn.Module, state: ModuleState, name: str) -> bool:
     if any(p.is_cuda for p in module.parameters()):
         faster.compiled = True
         return False
-    runs = sum(program.runs for programs in backend.programs.values() for program in programs)
-    takes = faster.takes_pieces(backend.graphs, runs, bool(backend.breaks))
+    every = [program for programs in backend.programs.values() for program in programs]
+    runs, broken = sum(program.runs for program in every), bool(backend.breaks or backend.graph_breaks)
+    seeded = any(isinstance(p, CompiledGraph) and SEED in p.captured.graph.inputs for p in every)
+    takes = faster.takes_pieces(backend.graphs, runs, broken, seeded)
     _note_slower(faster, backend, SLOWER)
     return not takes
 

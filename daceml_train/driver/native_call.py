@@ -31,19 +31,30 @@ _ATTRIBUTE, _SEED = -1, -2
 
 
 class NativeCall:
-    """The native function of a compiled graph, which calls `python` until it has plans, and where it must."""
+    """The native function of a compiled graph, which calls `python` until it has plans, and where it must.
+
+    Random numbers of eager execution are drawn before, and are its first arguments.
+    """
 
     def __init__(self, graph: Compiled, python: Callable[..., Any], backward: Callable[..., Any]) -> None:
         probe = torch.empty(())
         captured, compiled = graph.captured, graph.compiled
         sources = {source.name: source for source in captured.inputs}
-        positions, attributes, numbers = [], [], []
+        drawn = list(captured.draws)
+        positions: list[int | None] = []
+        attributes: list[Any] = []
+        numbers: list[int] = []
         for i, name in enumerate(graph.names):
+            if name in captured.draws:
+                attributes.append(None)
+                positions.append(drawn.index(name))
+                continue
             source = sources.get(name)
             attribute = source is not None and source.kind == "attribute"
             attributes.append(source.value if attribute and source is not None else None)
             numbers += [i] if source is not None and source.kind == "number" else []
-            positions.append(_SEED if source is None else _ATTRIBUTE if attribute else source.position)
+            place = None if source is None or source.position is None else len(drawn) + source.position
+            positions.append(_SEED if source is None else _ATTRIBUTE if attribute else place)
         differentiable = sorted(graph.differentiable)
         description = (
             python,
@@ -120,8 +131,8 @@ def needs_python(graph: Compiled) -> str:
         return "a gradient is sparse"
     if captured.selection is not None:
         return "sizes depend on the values of arguments"
-    if captured.draws:
-        return "random numbers are PyTorch's own"
+    if captured.draws and (captured.graph.writes or not all(draw.settled for draw in captured.draws.values())):
+        return "PyTorch draws random numbers of sizes that change, or beside changes in place"
     if not captured.flat or not captured.outputs:
         return "the results are not a flat tuple"
     for source, detached in zip(captured.outputs, captured.detached, strict=True):

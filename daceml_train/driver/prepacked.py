@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,6 +13,9 @@ from daceml_train.lowering.program import ProgramInput
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.native_library import fingerprint
 from daceml_train.runtime.prepack import packed
+
+RECENT, CHANGES = 8, 4
+"""Where weights were packed in so many of the last calls, that takes longer than it saves."""
 
 _ARRAY = -1
 """Stands for the position of an input."""
@@ -66,6 +70,8 @@ class PrepackedWeights:
         """The graph's inputs that something is computed from."""
         self.computed = 0
         """How often the arrays were computed."""
+        self._recent: deque[bool] = deque(maxlen=RECENT)
+        """Whether each of the last calls computed them."""
         self._state: _State | None = None
 
     def __call__(self, inputs: Sequence[torch.Tensor], run: Run) -> list[torch.Tensor]:
@@ -73,7 +79,9 @@ class PrepackedWeights:
         given = [inputs[i] for i in self.taken]
         parameters = [inputs[i] for i in self.watched]
         seen, state = fingerprint(parameters), self._state
-        if state is None or seen is None or state.seen != seen:
+        fresh = state is None or seen is None or state.seen != seen
+        self._recent.append(fresh)
+        if state is None or fresh:
             arrays = self._compute(inputs, given, run)
             state = _State(seen or 0, arrays, [parameter.detach() for parameter in parameters])
             self._state = None if seen is None else state
@@ -81,6 +89,11 @@ class PrepackedWeights:
             if position in self.packings:
                 given[position] = state.arrays[position]
         return [*given, *(state.arrays[k] for k in range(len(given), len(given) + self._computed))]
+
+    @property
+    def changes(self) -> bool:
+        """Whether the weights change from call to call: an average of parameters, or a module between its updates."""
+        return sum(self._recent) >= CHANGES
 
     @property
     def prepared(self) -> Prepared | None:

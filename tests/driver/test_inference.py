@@ -169,6 +169,28 @@ def test_training_in_between() -> None:
     called.sum().backward()
 
 
+def test_weights_that_change_are_not_prepared_again() -> None:
+    """A teacher whose weights are an average is not packed at each call; what holds still stays packed."""
+    model, still = images(), images()
+    optimized, fixed = dt.optimize(model), dt.optimize(still)
+    x = torch.randn(4, 3, 16, 16)
+    for _ in range(7):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.9).add_(0.01)
+        for module, called in ((model, optimized), (still, fixed)):
+            with torch.no_grad():
+                torch.testing.assert_close(called(x), module(x), rtol=1e-4, atol=1e-5)
+    prepared = [
+        p.compiled.prepacked
+        for called in (optimized, fixed)
+        for programs in called._daceml_train.backend.programs.values()  # type: ignore[union-attr]
+        for p in programs
+    ]
+    assert prepared[0] is None and prepared[1] is not None and prepared[1].computed == 1
+    assert_compiled(optimized)
+
+
 def test_batch_sizes_and_layouts(pair: tuple[nn.Module, nn.Module]) -> None:
     model, optimized = pair
     for batch in (2, 5, 1, 5):

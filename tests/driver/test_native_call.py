@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from torch.nn.functional import dropout
 
 import daceml_train as dt
+from daceml_train.driver import faster
 
 CALLS = 6
 """Calls after which those of a module run without Python."""
@@ -57,8 +58,9 @@ class Dropped(torch.nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _fixed():
+def _fixed(monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(faster, "SHORT", 0.0)  # what is one program is not compared with PyTorch
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -321,6 +323,24 @@ def test_random_numbers():
     torch.testing.assert_close(ours.linear.weight.grad, kept.T @ x * 2)
 
 
+def test_random_numbers_of_eager_execution():
+    """They are drawn once, before a native call, and in the first calls, which Python runs."""
+    theirs = Dropped().double()
+    ours = copy.deepcopy(theirs)
+    module = dt.optimize(ours, random="eager")
+    found = []
+    for model, called in ((theirs, theirs), (ours, module)):
+        torch.manual_seed(5)
+        results = []
+        for _ in range(CALLS):
+            results.append(called(torch.randn(4, 6, dtype=torch.double)))
+            loss(torch.nn.Identity(), results[-1]).backward()
+        found.append([*results, *gradients(model), torch.rand(3)])
+    torch.testing.assert_close(found[1], found[0])
+    (graph,) = (p for programs in module._daceml_train.backend.programs.values() for p in programs)
+    assert 0 < graph._native.runs < graph.runs == CALLS
+
+
 def _arguments(model, x):
     by_name = dict(model.named_parameters())
     (graph,) = (p for programs in model._daceml_train.backend.programs.values() for p in programs)
@@ -328,6 +348,23 @@ def _arguments(model, x):
         source.position: graph.captured.graph.inputs[source.name] for source in graph.captured.inputs if source.name
     }
     return [by_name.get(str(paths[i].path).removeprefix("self."), x) for i in sorted(k for k in paths if k is not None)]
+
+
+def test_gradients_of_gradients_from_a_second_program():
+    """A graph whose gradients are differentiated again at most calls is left to PyTorch, and others are not."""
+    eager, ours, graph = both(TwoLayers, True)
+    for _ in range(8):
+        x = torch.randn(4, 6, dtype=torch.double, requires_grad=True)
+        for model in (eager, ours):
+            (slope,) = torch.autograd.grad(loss(model, x), x, create_graph=True)
+            slope.square().sum().backward()
+        torch.testing.assert_close(gradients(ours), gradients(eager))
+    runs = graph.runs
+    assert graph._second_order
+    loss(ours, x).backward()
+    loss(eager, x).backward()
+    torch.testing.assert_close(gradients(ours), gradients(eager))
+    assert graph._native.runs < runs == graph.runs - 1
 
 
 def test_threads():

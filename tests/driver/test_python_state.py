@@ -200,6 +200,36 @@ def test_a_storm_of_graphs_that_pytorch_runs_ends_as_well(tmp_path: Path) -> Non
     assert programs <= STORM + 4 and any("calls" in text for text in breaks), (programs, breaks)
 
 
+class Padded(nn.Module):
+    """Sequences of lengths that differ in each call; which of them are longer differs as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.l = nn.Embedding(7, 4), nn.Linear(4, 2)
+
+    def forward(self, parts: list[Tensor]) -> Tensor:
+        return self.l(self.words(nn.utils.rnn.pad_sequence(parts, batch_first=True))).mean(1)
+
+
+def test_a_storm_of_sizes_in_a_list_ends() -> None:
+    torch.manual_seed(0)
+    theirs = Padded()
+    ours = copy.deepcopy(theirs)
+    module = dt.optimize(ours)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(STORM + 4):
+            parts = [torch.zeros(int(size), dtype=torch.long) for size in torch.randint(1, 40, (8,))]
+            module(parts).sum().backward()
+            theirs(parts).sum().backward()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    state = state_of(module)
+    assert state is not None
+    assert state.backend.graphs <= STORM + 2, state.backend.graphs  # what follows `pad_sequence` has two of its own
+    assert any("recompiled at nearly every call" in reason for reason in state.backend.breaks)
+
+
 class ListOfSix(Model):
     """A list that grows in the first six calls."""
 

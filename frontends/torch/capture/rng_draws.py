@@ -5,6 +5,7 @@ A program that takes them as inputs cannot leave one out, repeat one, or draw in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -56,22 +57,50 @@ class Draw:
 
     def __call__(self, sizes: Mapping[str, int]) -> Tensor:
         """Draw, with these values of the size symbols."""
+        if self._settled is None:
+            arguments, keywords = self._concrete(sizes, Like)
+        else:
+            settled, keywords, likes = self._settled
+            arguments = list(settled)  # other threads draw, too
+            for place, (shape, strides, dtype, device) in likes:
+                arguments[place] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        result = self.target(*arguments, **keywords)
+        assert isinstance(result, Tensor)
+        return result
+
+    @property
+    def settled(self) -> bool:
+        """Whether all calls draw as many numbers."""
+        return self._settled is not None
+
+    @functools.cached_property
+    def _settled(self) -> tuple[list[Any], dict[str, Any], list[tuple[int, tuple[Any, ...]]]] | None:
+        """Arguments without size symbols, and the place and the form of each tensor; None where there are symbols."""
+        likes = [(place, like) for place, like in enumerate(self.arguments) if isinstance(like, Like)]
+        inner = [a for a in self.arguments if not isinstance(a, Like)], self.keywords
+        parts = [*pytree.tree_leaves(inner), *(n for _, like in likes for n in (*like.shape, *like.strides))]
+        if any(isinstance(n, Like) or (isinstance(n, sympy.Expr) and n.free_symbols) for n in parts):
+            return None
+        arguments, keywords = self._concrete({}, ())
+        forms = [
+            (place, ([evaluate(n, {}) for n in a.shape], [evaluate(n, {}) for n in a.strides], a.dtype, a.device))
+            for place, a in likes
+        ]
+        return list(arguments), keywords, forms
+
+    def _concrete(self, sizes: Mapping[str, int], tensors: Any) -> tuple[Any, dict[str, Any]]:
+        """The arguments with these values of the size symbols, and a new tensor for each placeholder of this class."""
 
         def concrete(argument: Any) -> Any:
-            match argument:
-                case Like(shape, strides, dtype, device):
-                    sizes_, steps = [concrete(s) for s in shape], [concrete(s) for s in strides]
-                    return torch.empty_strided(sizes_, steps, dtype=dtype, device=device)
-                case sympy.Expr():
-                    return evaluate(argument, sizes)
-            return argument
+            if isinstance(argument, tensors):
+                shape, strides = ([concrete(n) for n in part] for part in (argument.shape, argument.strides))
+                return torch.empty_strided(shape, strides, dtype=argument.dtype, device=argument.device)
+            return evaluate(argument, sizes) if isinstance(argument, sympy.Expr) else argument
 
         arguments, keywords = pytree.tree_map(
             concrete, (self.arguments, self.keywords), is_leaf=lambda leaf: isinstance(leaf, Like)
         )
-        result = self.target(*arguments, **keywords)
-        assert isinstance(result, Tensor)
-        return result
+        return arguments, keywords
 
 
 def is_random(target: Any) -> bool:
