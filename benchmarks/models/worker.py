@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from benchmarks.models.training import (
     train_with_noise,
     updates,
 )
+from daceml_train.driver import function
 from daceml_train.driver import module as driver
 from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.module import state_of
@@ -185,18 +187,19 @@ def counted(module: nn.Module, batch: dict[str, Any]) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _marked() -> Iterator[None]:
-    """Runs of compiled graphs appear in profiles, in which Python calls them."""
-    forward = CompiledGraph.forward
-
-    def marked(self: CompiledGraph, *arguments: Any) -> Any:
-        with record_function(GRAPH):
-            return forward(self, *arguments)
-
-    CompiledGraph.forward = marked  # type: ignore[method-assign]
-    try:
+    """Runs of compiled graphs appear in profiles, in which Python calls them, and so does what they keep."""
+    with contextlib.ExitStack() as patches:
+        for owner, name in ((CompiledGraph, "forward"), (function, "without_history")):
+            patches.enter_context(mock.patch.object(owner, name, _recorded(getattr(owner, name))))
         yield
-    finally:
-        CompiledGraph.forward = forward  # type: ignore[method-assign]
+
+
+def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(*arguments: Any) -> Any:
+        with record_function(GRAPH):
+            return function(*arguments)
+
+    return recorded
 
 
 @contextlib.contextmanager

@@ -12,10 +12,6 @@ WARM, TIMED = 5, 4
 CLEARLY = 0.97
 """Pieces are kept if they take at most this share of PyTorch's time: timings of so few calls are not more precise."""
 
-SHORT, SLOWER_WHOLE = 0.02, 1.08
-"""A module that is one program is left to PyTorch only where a call of the user's loop takes at most so many seconds,
-and twice in a row more than this share of PyTorch's time: larger ones may be compiled for their memory."""
-
 WARM_PATHS = 8
 """So many calls along paths come before their timing: a step of many ways has met most of them."""
 
@@ -152,18 +148,15 @@ class FasterModule:
         """Whether the compiled pieces are faster, once that is known: they take at most this share of the time."""
         self._programs = self._runs = 0
         self._start = self._seconds = 0.0
-        self._whole = self._again = False
-        """Whether one program is all of it, and whether it was slower once."""
 
     def disturbed(self) -> None:
         """Note a call that belongs to no training."""
         self.calls = min(self.calls, WARM - 1)
 
-    def takes_pieces(self, programs: int, runs: int, broken: bool, seeded: bool = False) -> bool:
+    def takes_pieces(self, programs: int, runs: int, broken: bool) -> bool:
         """Whether the next call runs compiled code, of which there are so many programs, which ran so many times.
 
-        `broken`: whether something is known to run in PyTorch. `seeded`: whether programs draw random numbers of their
-        own, which repeat from a seed whatever calls take: one that is all of it is kept.
+        `broken`: whether something is known to run in PyTorch.
         """
         if self.compiled is not None:
             return self.compiled
@@ -174,23 +167,9 @@ class FasterModule:
             self._programs, self._runs, self._start = programs, runs, time.thread_time()
         elif self.calls == WARM + TIMED:
             ran, now = runs - self._runs, time.thread_time()
+            if not ran or (ran == TIMED and not broken):
+                self.compiled = ran > 0  # nothing is compiled, or one program is all of it
             self._seconds, self._start = now - self._start, now
-            self._whole = ran == TIMED and not broken
-            if not ran or (self._whole and (seeded or self._seconds > SHORT * TIMED)):
-                self.compiled = ran > 0  # nothing is compiled, or one such program is all of it
         elif self.calls == WARM + 2 * TIMED:
-            self._decide(time.thread_time() - self._start)
+            self.compiled = self._seconds <= self.share * (time.thread_time() - self._start)
         return self.calls < WARM + TIMED if self.compiled is None else self.compiled
-
-    def _decide(self, by_pytorch: float) -> None:
-        """Compare the calls with the time that PyTorch took; one program is slower if it is so once more."""
-        if not self._whole:
-            self.compiled = self._seconds <= self.share * by_pytorch
-        elif self._seconds <= SLOWER_WHOLE * by_pytorch:
-            self.compiled = True
-        elif self._again:
-            self.compiled = False
-        else:
-            self._again, self.calls = True, WARM
-            self._runs += TIMED
-            self._start = time.thread_time()

@@ -49,7 +49,6 @@ from daceml_train.frontends.torch.dynamo.tracing import (
     recompilation,
     traced,
 )
-from daceml_train.graph.node import SEED
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs
 from daceml_train.runtime.placement import common_device
@@ -352,10 +351,8 @@ def _gives_up(module: torch.nn.Module, state: ModuleState, name: str) -> bool:
     if any(p.is_cuda for p in module.parameters()):
         faster.compiled = True
         return False
-    every = [program for programs in backend.programs.values() for program in programs]
-    runs, broken = sum(program.runs for program in every), bool(backend.breaks or backend.graph_breaks)
-    seeded = any(isinstance(p, CompiledGraph) and SEED in p.captured.graph.inputs for p in every)
-    takes = faster.takes_pieces(backend.graphs, runs, broken, seeded)
+    runs = sum(program.runs for programs in backend.programs.values() for program in programs)
+    takes = faster.takes_pieces(backend.graphs, runs, bool(backend.breaks or backend.graph_breaks))
     _note_slower(faster, backend, SLOWER)
     return not takes
 

@@ -122,7 +122,8 @@ def test_random_numbers_beside_prepared_weights():
     for i in range(CALLS):
         torch.manual_seed(3)
         with torch.no_grad():
-            ours[0].weight.mul_(1.0 if i % 2 else -1.0).mul_(1.0 if i % 2 else -1.0)  # other versions, equal values
+            if i % 3 == 0:
+                ours[0].weight.neg_().neg_()  # another version, equal values
             seen.append((ours(x), ours(x), torch.rand(())))
     assert native_runs(ours) > CALLS / 2
     for each in seen:

@@ -11,7 +11,6 @@ import torch.utils.checkpoint
 from torch.nn.functional import dropout
 
 import daceml_train as dt
-from daceml_train.driver import faster
 
 CALLS = 6
 """Calls after which those of a module run without Python."""
@@ -58,9 +57,8 @@ class Dropped(torch.nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _fixed(monkeypatch):
+def _fixed():
     torch.manual_seed(0)
-    monkeypatch.setattr(faster, "SHORT", 0.0)  # what is one program is not compared with PyTorch
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
