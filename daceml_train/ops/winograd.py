@@ -14,10 +14,9 @@ import numpy as np
 from daceml_train.errors import Invalid
 from daceml_train.ops.convolution import Convolution, ConvolutionWeightGrad
 from daceml_train.ops.operator import Array, Operator
+from daceml_train.ops.packed import PANEL
 from daceml_train.tensor import Dim, Shape, Tensor, same_shape, show_shape, simplify
 
-PANEL = 32
-"""Columns of a panel, as in `ops.packed`."""
 G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
 
 
