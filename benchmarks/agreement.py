@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 import daceml_train as dt
 from benchmarks.networks import NETWORKS, Network, Problem
+from benchmarks.noise import RUNS, Rounding
 from daceml_train.transformations.intra_operator.mixed_precision import MixedPrecision
 
 FACTOR, FLOOR = 10.0, 2e-5
 """An error may be this many times eager's error against float64, or this large relative to the exact value. Of eager
 execution's layouts the worse one counts: for gradients in front of BatchNorm and ReLU6 they differ by more than ten
-times, for no reason but another order of sums."""
+times, for no reason but another order of sums. Where that does not suffice, eager runs with noise count, too."""
 
 
 class Disagreement(Exception):
@@ -40,16 +41,33 @@ def agreement(network: Network, small: bool = False) -> float:
     drop_in = build()
     module = _gradients(Problem(dt.optimize(drop_in.model), *_rest(drop_in)))
     typical = float(torch.stack([g.norm() for g in exact.values()]).median())
-    worst = 0.0
+    worst, noisy = 0.0, False
     for name, value in exact.items():
         scale = max(float(value.norm()), 1e-3 * typical)
-        allowed = FACTOR * max(float((found[name] - value).norm()) for found in eager) / scale + FLOOR
         for path, found in (("training_step", whole), ("optimize", module)):
             error = float((found[name] - value).norm()) / scale
-            if not error <= allowed:
-                raise Disagreement(f"{name} by {path}: relative error {error:.1e}, allowed {allowed:.1e}")
+            while not error <= (allowed := FACTOR * _furthest(eager, name, value) / scale + FLOOR):
+                if noisy:
+                    raise Disagreement(f"{name} by {path}: relative error {error:.1e}, allowed {allowed:.1e}")
+                eager += [_noisy_gradients(build(), seed) for seed in range(RUNS)]
+                noisy = True
             worst = max(worst, error / allowed)
     return max(worst, _update(build))
+
+
+def _furthest(found: Sequence[dict[str, Tensor]], name: str, value: Tensor) -> float:
+    """The largest distance of a tensor from its exact value."""
+    return max(float((tensors[name] - value).norm()) for tensors in found)
+
+
+def _noisy_gradients(problem: Problem, seed: int) -> dict[str, Tensor]:
+    """Eager execution's with noise in the last bit of results and terms.
+
+    It shows which gradients depend on decisions, such as the sign that a ReLU sees or the largest element of a pooling
+    window, that rounding makes: one element in ten million moves a gradient by 3e-3, or does not.
+    """
+    with Rounding(seed, terms=True):
+        return _gradients(problem)
 
 
 def _rest(problem: Problem) -> tuple[object, ...]:
