@@ -49,7 +49,8 @@ instead of returning it and requests huge pages, which most users do not set. Ra
 above 1 is faster than PyTorch. The best of PyTorch's variants counts, with the fused optimizer and, for images,
 channels-last. The floor is an estimate of what this processor allows. Cold is the extra time of a first step in a
 fresh process with empty caches, without the native executor, which is compiled once per PyTorch version. Warm is the
-same with filled caches. Peak memory is that of a warm process. Each processor has a table of its own, since ratios
+same with filled caches. Peak memory is that of a warm process; rows that were measured without warm starts
+(`--no-starts`) have none. Each processor has a table of its own, since ratios
 depend on it. Rows stay until they are measured again; the date is that of the newest row."""
 Networks = Mapping[str, Mapping[str, Any]]
 
@@ -149,11 +150,12 @@ def _ratios(found: Mapping[str, Any]) -> dict[str, float]:
 def _starts(found: Mapping[str, Any]) -> dict[str, float]:
     """Peak memory relative to PyTorch's best variant, seconds of cold and warm starts, torch.compile's cold start."""
     rows, fastest = found["variants"], best(found)
-    results = {"cold": rows["step"]["cold"]["seconds"], "warm": rows["step"]["warm"]["seconds"]}
-    stages = rows["step"]["warm"]["stages"]
-    results["warm after capture"] = sum(seconds for stage, seconds in stages.items() if stage != "capture")
-    if fastest:
-        results["memory"] = rows["step"]["warm"]["peak_bytes"] / rows[fastest[0]]["warm"]["peak_bytes"]
+    results = {"cold": rows["step"]["cold"]["seconds"]}
+    if warm := rows["step"].get("warm"):
+        results["warm"] = warm["seconds"]
+        results["warm after capture"] = sum(seconds for stage, seconds in warm["stages"].items() if stage != "capture")
+        if fastest and "warm" in rows[fastest[0]]:
+            results["memory"] = warm["peak_bytes"] / rows[fastest[0]]["warm"]["peak_bytes"]
     if "inductor" in rows:
         results["inductor"] = rows["inductor"]["cold"]["seconds"]
     return results
@@ -183,7 +185,7 @@ def _cells(name: str, found: Mapping[str, Any], floors: Mapping[str, float]) -> 
         text(starts.get("memory")),
         text(starts["cold"], 1),
         text(starts.get("inductor"), 1),
-        text(starts["warm"], 1),
+        text(starts.get("warm"), 1),
     ]
 
 
@@ -256,7 +258,7 @@ def _summary(networks: Networks, floor: Mapping[str, float]) -> Iterator[str]:
         (
             "seconds of a warm start after capture, worst network",
             "1",
-            extreme({n: row["warm after capture"] for n, row in starts.items()}, max),
+            extreme({n: r["warm after capture"] for n, r in starts.items() if "warm" in r}, max),
         ),
     ]
     yield f"{len(networks)} networks, float32:\n"
@@ -286,9 +288,9 @@ def _section(found: Mapping[str, Any], processor: str) -> Iterator[str]:
             f"{fastest[1] / stock['median']:.2f}" if fastest else "",
             f"{tuned['median']:.2f}{' *' if tuned['disturbed'] else ''}" if tuned else "",
             f"{stock['faults']:.0f}",
-            bytes_text(row["warm"]["peak_bytes"]),
+            bytes_text(row["warm"]["peak_bytes"]) if "warm" in row else "",
             f"{row['cold']['seconds']:.1f}",
-            f"{row['warm']['seconds']:.1f}",
+            f"{row['warm']['seconds']:.1f}" if "warm" in row else "",
         )
         yield f"| {' | '.join(cells)} |"
     yield from _compilation(found["variants"].get("step", {}))

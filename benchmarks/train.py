@@ -209,8 +209,10 @@ def measured(
                 advance(0.0, f"cold start of {variant}")
                 workers[variant, "stock"] = Worker(name, variant, f"{folder}/{variant}")
                 row, cold = found["variants"][variant], workers[variant, "stock"].start
-                row["cold"] = row["warm"] = cold
-                if starts and VARIANTS[variant].compiled:
+                row["cold"] = cold
+                if not VARIANTS[variant].compiled:
+                    row["warm"] = cold
+                elif starts:
                     advance(0.0, f"warm start of {variant}")
                     again = Worker(name, variant, f"{folder}/{variant}")
                     row["warm"] = again.start
@@ -270,9 +272,9 @@ def table(title: str, found: dict[str, Any]) -> Table:
             f"{fastest[1] / stock['median']:.2f}" if fastest else "",
             f"{tuned['median']:.2f}{' *' if tuned['disturbed'] else ''}" if tuned else "",
             f"{stock['faults']:.0f}",
-            f"{row['warm']['peak_bytes'] / 1e9:.2f}",
+            f"{row['warm']['peak_bytes'] / 1e9:.2f}" if "warm" in row else "",
             f"{row['cold']['seconds']:.1f}",
-            f"{row['warm']['seconds']:.1f}",
+            f"{row['warm']['seconds']:.1f}" if "warm" in row else "",
             style="bold" if VARIANTS[name].ours else "",
         )
         notes += [f"{name} runs partly in PyTorch: {reason}" for reason in row.get("report", {}).get("breaks", ())]
