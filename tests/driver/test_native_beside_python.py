@@ -187,3 +187,27 @@ def test_why_each_call_needs_python(function, reason):
     lines = [line for line in str(dt.report(ours)).splitlines() if "through Python" in line]
     assert lines == ([f"each call runs through Python: {reason}"] if reason else [])
     assert reason in dt.report(ours).to_html()
+
+
+def test_more_arguments_than_a_byte_counts():
+    """Python 3.11 crashes at the eighth call of a builtin function with more than 255 arguments."""
+
+    class Many(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = torch.nn.ParameterList(torch.randn(2) for _ in range(300))
+
+        def forward(self, x):
+            return (x + torch.stack(list(self.parts)).sin().sum(0)).cos()
+
+    eager = Many().double()
+    ours = dt.optimize(copy.deepcopy(eager))
+    for _ in range(20):
+        x = torch.randn(3, 2, dtype=torch.double)
+        for model in (eager, ours):
+            model.zero_grad()
+            model(x).sum().backward()
+        torch.testing.assert_close(ours(x), eager(x))
+        for expected, found in zip(eager.parts, ours.parts, strict=True):
+            torch.testing.assert_close(found.grad, expected.grad)
+    assert native_runs(ours) > 10
