@@ -392,6 +392,29 @@ def partly_used(way: Way) -> None:
     way.finish(model, optimizer)
 
 
+def packed(way: Way) -> None:
+    """A recurrent network of packed sequences."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.LSTM(5, 6, 2, batch_first=True, bidirectional=True), nn.Linear(12, 3)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            given = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            y, _ = nn.utils.rnn.pad_packed_sequence(self.layer(given)[0], batch_first=True)
+            return self.head(y.sum(1))
+
+    torch.manual_seed(2)
+    model = Recurrent().to(torch.float64)
+    optimizer = _sgd(model)
+    step = way.trainer(model, optimizer, lambda result: result.square().mean())
+    for number in range(STEPS):
+        lengths = torch.tensor([2 + number, 6, 1, 3])
+        way.note("loss", step((torch.randn(4, 6, 5, dtype=torch.float64), lengths)))
+    way.finish(model, optimizer)
+
+
 def recipes() -> Iterator[tuple[str, Callable[[Way], None]]]:
     """All of them, by name."""
     ema = {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)}
@@ -429,5 +452,6 @@ def recipes() -> Iterator[tuple[str, Callable[[Way], None]]]:
     yield "midway from float32 to float64", moved
     yield "evaluation between the steps", evaluated
     yield "statistics as cumulative averages", _cumulative
+    yield "packed sequences", packed
     yield "two optimizers", two_optimizers
     yield "a loss and results, batch sizes vary", partly_used

@@ -29,7 +29,7 @@ from daceml_train.driver.denominators import Denominators
 from daceml_train.driver.distribution import described, rows_of
 from daceml_train.driver.fully_sharded import memory_of
 from daceml_train.driver.goals import WholeStep
-from daceml_train.driver.selected import FEW, SelectedInputs
+from daceml_train.driver.selected import SelectedInputs
 from daceml_train.driver.source_guard import SourceGuard, follow
 from daceml_train.errors import DeviceMismatch, ExecutionError, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
@@ -318,8 +318,8 @@ class BoundStep:
                 alive.append(tensor := in_strides(tensor, strides))
             self.addresses[position] = tensor._cdata
             self.inputs[position] = tensor
-        if self.selected is not None and not self._select(flat):
-            self.why = FEW
+        if self.selected is not None and (misfit := self._select(self.selected, flat)):
+            self.why = misfit
             return None
         if self.shared.found():
             copies = self._unshared()
@@ -367,16 +367,16 @@ class BoundStep:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         return outputs[0]
 
-    def _select(self, flat: Sequence[Any]) -> bool:
-        """Put what the arguments' values select, and take the plan for its sizes."""
-        assert self.selected is not None
-        found = self.selected(flat)
-        for position, tensor in found or ():
+    def _select(self, selected: SelectedInputs, flat: Sequence[Any]) -> str:
+        """Put what the arguments' values select, and take the plan for its sizes; why the program may not run, if so."""
+        found, misfit = selected(flat)
+        if misfit or not found:
+            return misfit
+        for position, tensor in found:
             self._put(position, tensor)
-        if found is not None:
-            self.plan = self.step.executable.plan(self.step.executable.sizes_of(self.inputs))
-            self.new_sizes, self.plan.ran = not self.plan.ran, True
-        return found is not None
+        self.plan = self.step.executable.plan(self.step.executable.sizes_of(self.inputs))
+        self.new_sizes, self.plan.ran = not self.plan.ran, True
+        return ""
 
     def _unshared(self) -> list[torch.Tensor] | None:
         """Copies, as inputs, of the arguments that share memory with what is updated; None if that is a buffer."""

@@ -12,9 +12,6 @@ from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured, InputSource
 from daceml_train.frontends.torch.capture.selections import Selection
 
-FEW = "fewer than two elements are selected, or their number is one that the trace has ruled out"
-"""Why a call of a bound step runs in pieces."""
-
 
 @dataclass(frozen=True)
 class SelectedInputs:
@@ -53,13 +50,11 @@ class SelectedInputs:
         places = ((place, results[name]) for place, name in enumerate(inputs) if name in results)
         return SelectedInputs(selection, operands, tuple((p, r) for p, r in places if r is not None))
 
-    def __call__(self, flat: Sequence[Any]) -> list[tuple[int, torch.Tensor]] | None:
-        """By position of an input its tensor, for a call's arguments; None where the program may not run."""
+    def __call__(self, flat: Sequence[Any]) -> tuple[list[tuple[int, torch.Tensor]], str]:
+        """By position of an input its tensor, for a call's arguments; then why the program may not run, if so."""
         operands = {at: flat[entry] if isinstance(entry, int) else entry for at, entry in self.operands.items()}
         results = self.selection(operands)
-        if not self.selection.fits(results):
-            return None
-        return [(place, results[result]) for place, result in self.places]
+        return [(place, results[result]) for place, result in self.places], self.selection.misfit(results)
 
 
 def _result(selection: Selection, source: InputSource) -> int | None:

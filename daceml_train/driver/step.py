@@ -33,7 +33,7 @@ from daceml_train.driver.settings import Settings
 from daceml_train.driver.user_updates import UserUpdates
 from daceml_train.errors import BudgetInfeasible, DeviceMismatch, Invalid, NotCompiled, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured, capture
-from daceml_train.frontends.torch.dynamo import data_sizes, floats
+from daceml_train.frontends.torch.dynamo import data_sizes, floats, packed
 from daceml_train.frontends.torch.dynamo.tracing import (
     describe,
     failing_guard,
@@ -329,8 +329,9 @@ class TrainingStep(UserUpdates):
         return self.whole_batches and self.ranks is None and self.options.dynamic is not True
 
     def _call_traced(self, inputs: Any, targets: tuple[Any, ...]) -> None:
-        with self._capturing(), data_sizes.admitted(self.selects):
-            floats.traced(lambda: self._traced(self, inputs, *targets), self.options.randomness == "seeded")
+        randomness = self.options.randomness
+        with self._capturing(), data_sizes.admitted(self.selects), packed.admitted(self.selects, randomness):
+            floats.traced(lambda: self._traced(self, inputs, *targets), randomness == "seeded")
 
     def _collect(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend that captures, and stops instead of running, unless the loss is already known."""

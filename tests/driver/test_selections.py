@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import daceml_train as dt
-from daceml_train.driver.selected import FEW
+from daceml_train.frontends.torch.capture.selections import FEW
 
 pytestmark = pytest.mark.compiled
 

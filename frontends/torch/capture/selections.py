@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from daceml_train.errors import Unsupported
-from daceml_train.frontends.torch.dynamo import data_sizes, origin
+from daceml_train.frontends.torch.dynamo import data_sizes, origin, packed
 from daceml_train.frontends.torch.results import example_of
 
 _NAMES = """
@@ -37,6 +37,9 @@ view_as where xor zeros zeros_like
 """
 _SAME_VALUES = frozenset(_NAMES.split())
 """Functions and methods that draw no random numbers and change no tensor, by name."""
+
+FEW = "fewer than two elements are selected, or their number is one that the trace has ruled out"
+"""Why a call runs in pieces."""
 
 _SELECTING = frozenset(["argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"])
 """Functions whose results may have sizes that depend on values, beside `where`, `repeat_interleave` and indices."""
@@ -55,6 +58,8 @@ class Selection:
     """Symbol of a size, and the result and the dimension that have it."""
     conditions: tuple[sympy.Basic, ...] = ()
     """What PyTorch's trace assumed of the sizes."""
+    assumptions: tuple[str, ...] = ()
+    """What the program assumes of values, said the other way round; the last results are whether each holds."""
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -67,11 +72,14 @@ class Selection:
             results: tuple[Tensor, ...] = self.module(*(operands[position] for position in self.positions))
         return results
 
-    def fits(self, results: Sequence[Tensor]) -> bool:
-        """Whether the program is compiled for sizes such as these."""
+    def misfit(self, results: Sequence[Tensor]) -> str:
+        """Why the program is not for sizes and values such as these; empty if it is."""
+        for assumption, holds in zip(self.assumptions[::-1], reversed(results), strict=False):
+            if not holds:
+                return assumption
         known = {name: results[index].shape[dim] for name, index, dim in self.sizes}
-        enough = min(known.values()) >= data_sizes.LEAST
-        return enough and all(_holds(condition, known) for condition in self.conditions)
+        enough = min(known.values(), default=data_sizes.LEAST) >= data_sizes.LEAST
+        return "" if enough and all(_holds(condition, known) for condition in self.conditions) else FEW
 
 
 def _holds(condition: sympy.Basic, sizes: Mapping[str, int]) -> bool:
@@ -82,10 +90,10 @@ def _holds(condition: sympy.Basic, sizes: Mapping[str, int]) -> bool:
 def hoist(gm: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.GraphModule, list[Any], Selection] | None:
     """The graph whose selections are operands, its examples, and what computes these operands.
 
-    None for a graph without sizes that depend on data. Raises `Unsupported`, naming the user's line, where such a size
-    depends on more than the arguments.
+    None for a graph without sizes that depend on data and assumptions of values. Raises `Unsupported`, naming the
+    user's line, where one of them depends on more than the arguments.
     """
-    if not any(_symbols(example_of(node)) for node in gm.graph.nodes):
+    if not any(node.target is packed.ASSUMPTION or _symbols(example_of(node)) for node in gm.graph.nodes):
         return None
     return _Hoisting(gm, list(examples)).run()
 
@@ -109,6 +117,8 @@ class _Hoisting:
         self.node: fx.Node
         """The node that selects."""
         self.masks: dict[fx.Node, list[fx.Node]] = {}
+        self.assumptions: list[tuple[fx.Node, str]] = []
+        """Truth values in `before`, and what is assumed."""
 
     def run(self) -> tuple[fx.GraphModule, list[Any], Selection]:
         for node in self.gm.graph.find_nodes(op="placeholder"):
@@ -116,6 +126,10 @@ class _Hoisting:
             self.late[node] = self._copy(node)
         for node in self.gm.graph.nodes:
             if node.op == "placeholder" or _is_assertion(node):
+                continue
+            if node.target is packed.ASSUMPTION:
+                self.node, (holds, message) = node, node.args
+                self.assumptions.append((self._early(holds), message))
                 continue
             sizes = _symbols(example_of(node))
             selects = bool(sizes - self.known) or (bool(sizes) and _selects(node))
@@ -139,7 +153,7 @@ class _Hoisting:
         return main
 
     def _selection(self) -> Selection:
-        self.before.output(tuple(self.results))
+        self.before.output((*self.results, *(holds for holds, _ in self.assumptions)))
         given = [n for n in self.before.nodes if n.op == "placeholder"]
         positions = tuple(i for i, node in enumerate(given) if node.users)
         for node in given:
@@ -147,7 +161,8 @@ class _Hoisting:
                 self.before.erase_node(node)
         sizes = tuple((str(s), index, dim) for s, (index, dim) in self.sizes.items())
         module = fx.GraphModule({}, self.before)
-        return Selection(module, positions, len(self.examples), sizes)
+        assumptions = tuple(message for _, message in self.assumptions)
+        return Selection(module, positions, len(self.examples), sizes, assumptions=assumptions)
 
     # ---- the two graphs -----------------------------------------------------------------------------------------
     def _copy(self, node: fx.Node) -> fx.Node:
@@ -158,6 +173,8 @@ class _Hoisting:
 
     def _early(self, node: fx.Node) -> fx.Node:
         """A node in the graph that runs before the program. Raises `Unsupported` where it may not."""
+        if node not in self.early and isinstance(example_of(node), torch.SymInt):
+            self.early[node] = self._early_size(node)
         leaves = [leaf for leaf in pytree.tree_leaves(example_of(node)) if isinstance(leaf, Tensor)]
         given = node.op != "placeholder" or isinstance(example_of(node), Tensor)
         if not given or any(leaf.requires_grad or leaf._version for leaf in leaves):
@@ -170,6 +187,15 @@ class _Hoisting:
                 self._early(each)
             self.early[node] = self.before.node_copy(node, self.early.__getitem__)
         return self.early[node]
+
+    def _early_size(self, node: fx.Node) -> fx.Node:
+        """A size of an argument, which may have been read from another tensor."""
+        for argument in self.gm.graph.find_nodes(op="placeholder"):
+            example = example_of(argument)
+            for dim, size in enumerate(example.shape if isinstance(example, Tensor) else ()):
+                if isinstance(size, torch.SymInt) and size.node.expr == example_of(node).node.expr:
+                    return self.before.call_function(torch.ops.aten.sym_size.int, (self.early[argument], dim))
+        raise self._refused(node)
 
     def _operand(self, early: fx.Node, example: Tensor, like: fx.Node) -> fx.Node:
         """An operand of the program for a result of the graph before it."""
@@ -262,6 +288,8 @@ class _Hoisting:
 def with_conditions(selection: Selection, operands: Sequence[Any]) -> Selection:
     """The selection with what PyTorch has asserted of the sizes once all of the graph is traced."""
     given: Any = [size for x in operands[selection.first :] for size in x.shape if isinstance(size, torch.SymInt)]
+    if not given:
+        return selection
     asserted = given[0].node.shape_env.deferred_runtime_asserts
     return replace(selection, conditions=tuple(each.expr for some in asserted.values() for each in some))
 

@@ -48,7 +48,13 @@ def _relu_step(states: States, given: Tensor, weights: Sequence[Tensor], bias: T
 
 
 def _layer(
-    step: Callable[..., States], x: Tensor, states: States, weights: Sequence[Tensor], biases: bool, reverse: bool
+    step: Callable[..., States],
+    x: Tensor,
+    states: States,
+    weights: Sequence[Tensor],
+    biases: bool,
+    reverse: bool,
+    live: Tensor | None,
 ) -> tuple[Tensor, States]:
     """One direction of one layer: the results of all positions, of T x B x H, and the last states."""
     given = F.linear(x, weights[0], weights[2] if biases else None)
@@ -58,12 +64,23 @@ def _layer(
         states = step(states, given, own, bias)
         return states, states[0].clone()
 
-    last, results = scan(body, states, given, reverse=reverse)
+    def masked(states: States, given: tuple[Tensor, Tensor]) -> tuple[States, Tensor]:
+        after = step(states, given[0], own, bias)
+        states = tuple(torch.where(given[1], new, old) for new, old in zip(after, states, strict=True))
+        return states, states[0].clone()
+
+    if live is None:
+        last, results = scan(body, states, given, reverse=reverse)
+    else:
+        last, results = scan(masked, states, (given, live), reverse=reverse)
     return results, last
 
 
 def _network(step: Callable[..., States], several: bool) -> Callable[..., Any]:
-    """A function as `torch.lstm` (`several`: it has several states) or `torch.gru`."""
+    """A function as `torch.lstm` (`several`: it has several states) or `torch.gru`.
+
+    With `live`, a mask of T x B x 1, a sequence keeps its states in steps that are no part of it.
+    """
 
     def run(
         x: Tensor,
@@ -75,6 +92,7 @@ def _network(step: Callable[..., States], several: bool) -> Callable[..., Any]:
         train: bool,
         both: bool,
         batch_first: bool,
+        live: Tensor | None = None,
     ) -> Any:
         x = x.transpose(0, 1) if batch_first else x
         states = tuple(hidden) if several else (hidden,)
@@ -85,7 +103,8 @@ def _network(step: Callable[..., States], several: bool) -> Callable[..., Any]:
             for direction in range(directions):
                 k = layer * directions + direction
                 first = tuple(state[k] for state in states)
-                part, last = _layer(step, x, first, weights[held * k : held * (k + 1)], biases, direction == 1)
+                own = weights[held * k : held * (k + 1)]
+                part, last = _layer(step, x, first, own, biases, direction == 1, live)
                 parts.append(part)
                 lasts.append(last)
             x = torch.cat(parts, -1) if both else parts[0]
@@ -104,6 +123,13 @@ NETWORKS: dict[Any, Callable[..., Any]] = {
     torch.rnn_relu: _network(_relu_step, False),
 }
 """Function of PyTorch -> the loop."""
+BY_MODE = {
+    "LSTM": NETWORKS[torch.lstm],
+    "GRU": NETWORKS[torch.gru],
+    "RNN_TANH": NETWORKS[torch.rnn_tanh],
+    "RNN_RELU": NETWORKS[torch.rnn_relu],
+}
+"""`mode` of a recurrent module -> the loop."""
 
 
 def _any_length(x: Any, hidden: Any, weights: Any, *options: Any) -> bool:
