@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import swa_utils
 
+from benchmarks.recipes.sequences import packed
 from benchmarks.recipes.way import STEPS, Way, batch, small, train
 
 FLOAT32 = torch.float32
@@ -389,29 +390,6 @@ def partly_used(way: Way) -> None:
     step = way.trainer(model, optimizer, lambda result: result[0])
     for number, rows in enumerate((3, 5, 7, 2, 4)):
         way.note("loss", step(batch(number, rows)[0]))
-    way.finish(model, optimizer)
-
-
-def packed(way: Way) -> None:
-    """A recurrent network of packed sequences."""
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.head = nn.LSTM(5, 6, 2, batch_first=True, bidirectional=True), nn.Linear(12, 3)
-
-        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            given = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            y, _ = nn.utils.rnn.pad_packed_sequence(self.layer(given)[0], batch_first=True)
-            return self.head(y.sum(1))
-
-    torch.manual_seed(2)
-    model = Recurrent().to(torch.float64)
-    optimizer = _sgd(model)
-    step = way.trainer(model, optimizer, lambda result: result.square().mean())
-    for number in range(STEPS):
-        lengths = torch.tensor([2 + number, 6, 1, 3])
-        way.note("loss", step((torch.randn(4, 6, 5, dtype=torch.float64), lengths)))
     way.finish(model, optimizer)
 
 

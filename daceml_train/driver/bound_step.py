@@ -368,7 +368,7 @@ class BoundStep:
         return outputs[0]
 
     def _select(self, selected: SelectedInputs, flat: Sequence[Any]) -> str:
-        """Put what the arguments' values select, and take the plan for its sizes; why the program may not run, if so."""
+        """Put what arguments' values select, and take the plan for its sizes; why the program may not run, if so."""
         found, misfit = selected(flat)
         if misfit or not found:
             return misfit

@@ -26,7 +26,7 @@ from daceml_train.frontends.torch.results import example_of
 
 _NAMES = """
 abs add all amax amin and_ any arange argmax argmin argsort argwhere bincount bitwise_and bitwise_not bitwise_or
-bitwise_xor bool broadcast_to bucketize cat ceil clamp clamp_max clamp_min clone contiguous cumprod cumsum detach
+bitwise_xor bool broadcast_to bucketize cat ceil clamp clamp_max clamp_min clone contiguous cpu cumprod cumsum detach
 diagonal diff div double eq expand expand_as eye flatten flip float floor floor_divide floordiv full
 full_like gather ge getitem gt half index_select int inv invert isfinite isin isinf isnan le linspace
 logical_and logical_not logical_or logical_xor long lt masked_fill masked_select max maximum min minimum mod mul ne
@@ -117,6 +117,8 @@ class _Hoisting:
         self.node: fx.Node
         """The node that selects."""
         self.masks: dict[fx.Node, list[fx.Node]] = {}
+        self.read: set[fx.Node] = set()
+        """Sizes of arguments, which `before` reads from these."""
         self.assumptions: list[tuple[fx.Node, str]] = []
         """Truth values in `before`, and what is assumed."""
 
@@ -173,8 +175,11 @@ class _Hoisting:
 
     def _early(self, node: fx.Node) -> fx.Node:
         """A node in the graph that runs before the program. Raises `Unsupported` where it may not."""
-        if node not in self.early and isinstance(example_of(node), torch.SymInt):
+        if isinstance(example_of(node), torch.SymInt) and node not in self.read:
             self.early[node] = self._early_size(node)
+            self.read.add(node)
+        if node in self.read:
+            return self.early[node]
         leaves = [leaf for leaf in pytree.tree_leaves(example_of(node)) if isinstance(leaf, Tensor)]
         given = node.op != "placeholder" or isinstance(example_of(node), Tensor)
         if not given or any(leaf.requires_grad or leaf._version for leaf in leaves):

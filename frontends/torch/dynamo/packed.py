@@ -1,10 +1,10 @@
 """Packed sequences in a whole training step: padded ones, whose recurrent layers stop at each sequence's length.
 
-`pack_padded_sequence` makes tensors whose sizes depend on the lengths, and a recurrent layer a loop over them. While a
-step is traced, a `Packed` takes their place: it holds the padded sequences and the lengths, a recurrent layer is a
-`scan` that keeps the states of sequences that have ended, and `pad_packed_sequence` replaces what lies behind their
-ends. All sizes are those of the padded batch, so one program serves all lengths. What PyTorch's functions require or
-decide by lengths is compared before each call (`assumption`): that the longest sequence fills the batch, unless
+`pack_padded_sequence` makes tensors whose sizes depend on the lengths, and a recurrent layer a loop over them. While
+a step is traced, a `Packed` takes their place: it holds the padded sequences and the lengths, a recurrent layer is a
+`scan` that keeps the states of sequences that have ended, and `pad_packed_sequence` replaces what follows their ends.
+All sizes are those of the padded batch, so one program serves all lengths. What PyTorch's functions require or decide
+by lengths is compared before each call (`assumption`): that the longest sequence fills the batch, unless
 `total_length` is given, and that lengths are sorted where they have to be. PyTorch runs the other calls.
 """
 
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch._dynamo import graph_break_hints
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, UserFunctionVariable
+from torch._dynamo.variables import UserFunctionVariable
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable
 from torch.nn.utils import rnn
 
@@ -31,7 +33,7 @@ from daceml_train.frontends.torch.traces import Traces
 
 _library = torch.library.Library("daceml_train", "FRAGMENT")
 _library.define("assumption(Tensor holds, str message) -> ()")
-ASSUMPTION = torch.ops.daceml_train.assumption.default
+ASSUMPTION = torch.ops.daceml_train.assumption
 """What `capture.selections` computes before the program; where it is false, PyTorch runs the call."""
 
 
@@ -55,7 +57,7 @@ class Packed:
 
     def __init__(self, padded: Tensor, lengths: Tensor) -> None:
         self.padded = padded
-        """T x B x ...; elements behind the end of a sequence have no meaning, and are finite."""
+        """T x B x ...; elements after the end of a sequence have no meaning, and are finite."""
         self.lengths = lengths
         """B, int64."""
 
@@ -76,11 +78,11 @@ def pack_padded_sequence(
     lengths = lengths.to(dtype=torch.int64)
     if lengths.dim() != 1 or lengths.shape[0] != x.shape[1]:
         torch._dynamo.graph_break("lengths that are not one per sequence")
-    torch.ops.daceml_train.assumption(lengths.min() >= 1, "an empty sequence is packed")
-    torch.ops.daceml_train.assumption(lengths.max() <= x.shape[0], "a sequence is longer than the padded batch")
+    ASSUMPTION(lengths.min() >= 1, "an empty sequence is packed")
+    ASSUMPTION(lengths.max() <= x.shape[0], "a sequence is longer than the padded batch")
     if enforce_sorted:
         in_order = (lengths[:-1] >= lengths[1:]).all()
-        torch.ops.daceml_train.assumption(in_order, "sequences that are packed are not sorted by length")
+        ASSUMPTION(in_order, "sequences that are packed are not sorted by length")
     return Packed(torch.where(_live(lengths, x.shape[0], x), x, 0), lengths)
 
 
@@ -91,12 +93,12 @@ def pad_packed_sequence(
     x, lengths = sequence.padded, sequence.lengths
     if total_length is None:
         full = lengths.max() == x.shape[0]
-        torch.ops.daceml_train.assumption(full, "the longest sequence that is packed does not fill the padded batch")
+        ASSUMPTION(full, "the longest sequence that is packed does not fill the padded batch")
     elif total_length >= x.shape[0]:
         x = F.pad(x, (*[0, 0] * (x.dim() - 1), 0, total_length - x.shape[0]))
     else:
         fits = lengths.max() <= total_length
-        torch.ops.daceml_train.assumption(fits, "a packed sequence is longer than total_length")
+        ASSUMPTION(fits, "a packed sequence is longer than total_length")
         x = x[:total_length]
     x = torch.where(_live(lengths, x.shape[0], x), x, padding_value)
     return (x.transpose(0, 1) if batch_first else x), lengths
