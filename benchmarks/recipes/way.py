@@ -148,7 +148,8 @@ class Way:
             if not isinstance(source, nn.Module):
                 found += source.breaks
                 states = [state_of(source.pieces)]
-            found += [reason for state in states if state is not None for reason in state.backend.breaks]
+            backends = [state.backend for state in states if state is not None]
+            found += [reason for backend in backends for reason in (*backend.breaks, *backend.graph_breaks)]
         begun = sum(source.taken_by_pytorch for source in self._sources if isinstance(source, TrainingStep))
         if not found and self.kind != "eager" and self.ran + begun < max(self.calls, 1):
             found.append(f"{self.ran} programs ran in {self.calls} steps, and nothing says why")
