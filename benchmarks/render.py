@@ -61,14 +61,20 @@ def main() -> None:
 
 
 def write(results: dict[str, Any]) -> None:
-    """The page, and the picture beside it, of the processor that was measured last."""
+    """The page, and the picture beside it."""
     from benchmarks.figures import ratios
 
     PAGE.write_text("\n".join(page(results)) + "\n", encoding="utf-8")
-    _, newest = _newest_first(results)[0]
-    drawn = {name: chosen for name, found in newest["networks"].items() if (chosen := _ratios(found))}
-    if drawn:
+    networks = results[_drawn(results)]["networks"]
+    if drawn := {name: chosen for name, found in networks.items() if (chosen := _ratios(found))}:
         ratios(drawn, PAGE.with_suffix(".png"))
+
+
+def _drawn(results: Mapping[str, Any]) -> str:
+    """The processor of the picture: the one with most networks, and of several the newest."""
+    return max(
+        _newest_first(results), key=lambda pair: sum(bool(_ratios(row)) for row in pair[1]["networks"].values())
+    )[0]
 
 
 def _newest_first(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -78,7 +84,7 @@ def _newest_first(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]
 def page(results: dict[str, Any]) -> Iterator[str]:
     """The page line by line: what each processor has, then networks one by one, each where it was measured last."""
     yield HEAD
-    drawn = False
+    drawn = _drawn(results)
     for processor, found in _newest_first(results):
         yield f"\n## {processor}\n"
         versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
@@ -87,8 +93,8 @@ def page(results: dict[str, Any]) -> Iterator[str]:
         floor = FLOOR if processor.startswith(FLOORED) else {}
         if measured:
             yield from _summary(measured, floor)
-            yield "" if drawn else "\n![How many times as fast as the best of PyTorch](performance.png)\n"
-            drawn = True
+            picture = "\n![How many times as fast as the best of PyTorch](performance.png)\n"
+            yield picture if processor == drawn else ""
         yield f"| {' | '.join(COLUMNS)} |"
         yield "|---" * len(COLUMNS) + "|"
         for name, row in found["networks"].items():
@@ -99,10 +105,10 @@ def page(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _networks(results: Mapping[str, Any]) -> Iterator[str]:
-    """A section per network, of the processor that measured it last."""
+    """A section per network: of the processor of the picture, or else of the one that measured it last."""
     profiles = json.loads(profile.RESULTS.read_text(encoding="utf-8")) if profile.RESULTS.exists() else {"networks": {}}
     shown: set[str] = set()
-    for processor, found in _newest_first(results):
+    for processor, found in sorted(_newest_first(results), key=lambda pair: pair[0] != _drawn(results)):
         for name, row in found["networks"].items():
             if name in shown:
                 continue
