@@ -25,15 +25,14 @@ from daceml_train.frontends.torch.dynamo import data_sizes, origin, packed
 from daceml_train.frontends.torch.results import example_of
 
 _NAMES = """
-abs add all amax amin and_ any arange argmax argmin argsort argwhere bincount bitwise_and bitwise_not bitwise_or
-bitwise_xor bool broadcast_to bucketize cat ceil clamp clamp_max clamp_min clone contiguous cpu cumprod cumsum detach
-diagonal diff div double eq expand expand_as eye flatten flip float floor floor_divide floordiv full
-full_like gather ge getitem gt half index_select int inv invert isfinite isin isinf isnan le linspace
-logical_and logical_not logical_or logical_xor long lt masked_fill masked_select max maximum min minimum mod mul ne
-neg new_full new_ones new_zeros nonzero not_ one_hot ones ones_like or_ permute pow prod remainder
-repeat_interleave reshape roll round searchsorted shape short sign size sort squeeze stack sub sum sym_size t take
-tensor tile to topk transpose tril triu truediv trunc type unbind unflatten unique unique_consecutive unsqueeze view
-view_as where xor zeros zeros_like
+abs add all amax amin and_ any arange argmax argmin argsort argwhere as_tensor bincount bitwise_and bitwise_not
+bitwise_or bitwise_xor bool broadcast_to bucketize cat ceil clamp clamp_max clamp_min clone contiguous cpu cumprod
+cumsum detach diagonal diff div double eq expand expand_as eye flatten flip float floor floor_divide floordiv full
+full_like gather ge getitem gt half index_select int inv invert isfinite isin isinf isnan le linspace logical_and
+logical_not logical_or logical_xor long lt masked_fill masked_select max maximum min minimum mod mul ne neg new_full
+new_ones new_zeros nonzero not_ one_hot ones ones_like or_ permute pow prod remainder repeat_interleave reshape roll
+round searchsorted shape short sign size sort squeeze stack sub sum sym_size t take tensor tile to topk transpose tril
+triu truediv trunc type unbind unflatten unique unique_consecutive unsqueeze view view_as where xor zeros zeros_like
 """
 _SAME_VALUES = frozenset(_NAMES.split())
 """Functions and methods that draw no random numbers and change no tensor, by name."""
@@ -287,6 +286,8 @@ class _Hoisting:
         """`node` keeps what is selected from being computed before the program."""
         through = "" if node is self.node else f", through {_name(node)}"
         what = f"{_name(self.node)}, whose result's size depends on data{through}"
+        if self.node.target is packed.ASSUMPTION:
+            what = f"lengths of packed sequences that depend on more than arguments{through}"
         return Unsupported(what, where=str(origin.origin(self.node)))
 
 

@@ -25,6 +25,7 @@ from torch._dynamo.variables import UserFunctionVariable
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch.nn.utils import rnn
 
 from daceml_train.frontends.torch.capture.rng_draws import Randomness
@@ -130,7 +131,8 @@ def _is_packed(variable: Any) -> bool:
 
 def _can_be_padded(x: Any, lengths: Any = None, *more: Any) -> bool:
     """Whether the arguments of `pack_padded_sequence` are sequences and a tensor of lengths, on a CPU."""
-    examples = [v.as_proxy().node.meta.get("example_value") for v in (x, lengths) if v is not None and v.is_tensor()]
+    tensors = [v for v in (x, lengths) if isinstance(v, TensorVariable)]
+    examples = [v.as_proxy().node.meta.get("example_value") for v in tensors]
     on_cpu = all(isinstance(e, Tensor) and e.device.type == "cpu" for e in examples)
     return len(examples) == 2 and on_cpu and examples[0].dim() > 1 and not torch.is_autocast_enabled("cpu")
 
