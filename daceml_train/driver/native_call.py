@@ -1,8 +1,8 @@
 """Calls of a compiled graph without Python: the forward program, and a node of autograd with the backward program.
 
 Python runs the first calls, after which layouts, libraries and threads are settled, and each call that is not as usual:
-other sizes, a measurement, forward-mode differentiation, a subclass of tensors, memory that is written and shared; in
-the backward pass a gradient of a gradient, or a result that the loss does not use.
+other sizes, a measurement, forward-mode differentiation, compiled autograd, a subclass of tensors, memory that is
+written and shared; in the backward pass a gradient of a gradient, or a result that the loss does not use.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch._dynamo
+from torch._dynamo import compiled_autograd
 
 from daceml_train.driver.backward_pass import Compiled
 from daceml_train.driver.prepacked import Prepared
@@ -75,6 +76,9 @@ class NativeCall:
             tuple(differentiable.index(i) for i in compiled.cotangents),
             tuple(number for pair in graph.wanted.items() for number in pair),
             tuple(number for pair in graph.changes for number in pair),
+            vars(compiled_autograd),
+            "compiled_autograd_enabled",
+            True,
         )
         self.function: Any = library().compiled_call_create(description)
         self._given: tuple[Any, ...] = ()

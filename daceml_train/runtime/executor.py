@@ -417,7 +417,7 @@ class Plan:
         message, number = _last_error(self._native), self._native.executor_error_number()
         if status == _MISMATCH:
             raise InputMismatch(message, number)
-        raise execution_error(message, number)
+        raise execution_error(message, number, raised=self._native.executor_error_raised())
 
 
 def _layout(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, Any, Any, int]:

@@ -82,6 +82,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 _HOLDING: dict[str, tuple[Any, list[Any]]] = {
     "identities_hold": (c_int, [_HANDLE]),
     "records_create": (ctypes.py_object, [ctypes.py_object]),
+    "executor_error_raised": (ctypes.py_object, []),
     "compiled_call_create": (ctypes.py_object, [ctypes.py_object]),
     "compiled_call_programs": (c_int, [ctypes.py_object, _HANDLE, _HANDLE, ctypes.py_object]),
     "compiled_call_runs": (c_int64, [ctypes.py_object]),

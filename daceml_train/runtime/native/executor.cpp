@@ -90,6 +90,7 @@ EXPORT int tensors_shared(void* const* tensors, const int* positions, int64_t co
 
 EXPORT const char* executor_error_message() { return failure.message.c_str(); }
 EXPORT int executor_error_number() { return failure.number; }
+EXPORT _object* executor_error_raised() { return raised(); }
 EXPORT const char* executor_dtype_name(int dtype) { return c10::toString(static_cast<c10::ScalarType>(dtype)); }
 
 EXPORT void pool_install() { Pool::instance(); }
