@@ -94,9 +94,7 @@ class OutOfRange(ExecutionError, IndexError):
     """An index or a class in the data is out of range."""
 
 
-def execution_error(
-    message: str, tag: int, *, where: str = "", raised: BaseException | None = None
-) -> ExecutionError:
+def execution_error(message: str, tag: int, *, where: str = "", raised: BaseException | None = None) -> ExecutionError:
     """The error of a launch for which PyTorch raises `raised`: it is of that class, too.
 
     An `IndexError` where PyTorch's message reports an out-of-range index.

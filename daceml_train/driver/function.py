@@ -31,7 +31,7 @@ from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.executor import InputMismatch
 from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs, Ticket
-from daceml_train.runtime.native_library import library
+from daceml_train.runtime.native_library import library, share_version
 from daceml_train.tensor import evaluate
 
 FORWARD_MODE = "a call inside forward-mode differentiation, which PyTorch runs"
@@ -55,6 +55,28 @@ STILL_PACKED = "weights are packed at each call, since they change and the progr
 
 COUNTERS = 16
 """Elements of a buffer that is copied for the backward pass, which takes about a microsecond."""
+
+SMALL = 4096
+"""Elements of a result that is copied where the backward pass reads its memory."""
+
+
+def apart(results: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results, which may be changed in place while others `saved` in the same memory are to be read as they are.
+
+    Small ones are copied. The others count their changes together with what is saved, as views do: reading it is an error.
+    """
+    found, memory = list(results), [tensor.untyped_storage()._cdata for tensor in saved]
+    for position, result in enumerate(results):
+        storage = result.untyped_storage()._cdata
+        others = [s for s, own in zip(saved, memory, strict=True) if own == storage and s is not result]
+        if others and result.numel() <= SMALL:
+            found[position] = torch.empty_strided(
+                result.shape, result.stride(), dtype=result.dtype, device=result.device
+            ).copy_(result)
+            torch._C._autograd._unsafe_set_version_counter((found[position],), (result._version,))
+        elif others:
+            share_version(result, others)
+    return found
 
 
 def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -176,11 +198,12 @@ class CompiledGraph:
         for tensor, version in changed:
             if not tensor.is_inference():
                 torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-        found = self._laid_out(outputs[:results], tensors)
+        saved = [] if results is None else outputs[results:]
+        found = apart(self._laid_out(outputs[:results], tensors), saved)
         if self._native is not None and not isinstance(ran, Ticket):
             pairs = zip(found, outputs, strict=False)
             self._use_natively((ran, tuple(None if a is b else a.stride() for a, b in pairs)), prepacked)
-        return found, [] if results is None else outputs[results:], ran if isinstance(ran, Ticket) else None
+        return found, saved, ran if isinstance(ran, Ticket) else None
 
     def _run(
         self, tensors: Sequence[torch.Tensor], awaited: bool
@@ -407,4 +430,4 @@ class _Function(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-__all__ = ["CompiledGraph", "draw_seed", "run_with_layout"]
+__all__ = ["CompiledGraph", "apart", "draw_seed", "run_with_layout"]

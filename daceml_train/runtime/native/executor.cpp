@@ -60,6 +60,7 @@ using namespace daceml;
 EXPORT int tensors_fingerprint(void* const* tensors, int64_t count, uint64_t* state) {
   return fingerprint(tensors, count, *state);
 }
+EXPORT void tensor_shares_version(void* tensor, void* owner) { share_version(tensor, owner); }
 EXPORT int tensors_attached(void* const* tensors, int64_t count) { return attached(tensors, count); }
 
 // Containers, which of them are lists, how many values each contains; all values, null for any.
