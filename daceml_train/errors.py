@@ -99,7 +99,7 @@ def execution_error(message: str, tag: int, *, where: str = "", raised: BaseExce
 
     An `IndexError` where PyTorch's message reports an out-of-range index.
     """
-    kind = type(raised) if raised is not None and raised.__traceback__ is None else RuntimeError
+    kind: type = type(raised) if raised is not None and raised.__traceback__ is None else RuntimeError
     outside = "out of range" in message or "out of bounds" in message or kind is IndexError
     error = (OutOfRange if outside else _error_class(kind))(message, tag, where=where)
     error.raised = raised

@@ -63,7 +63,7 @@ SMALL = 4096
 def apart(results: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The results, which may be changed in place while others `saved` in the same memory are to be read as they are.
 
-    Small ones are copied. The others count their changes together with what is saved, as views do: reading it is an error.
+    Small ones are copied. Others count their changes together with what is saved, as views do: reading it is an error.
     """
     found, memory = list(results), [tensor.untyped_storage()._cdata for tensor in saved]
     for position, result in enumerate(results):
