@@ -134,8 +134,9 @@ class Backend:
         del changes[: 1 - STORM]
         same = len(set(changes)) == 1  # one condition, and not a module that is called in many modes
         if len(recent) >= STORM and same and all(program.runs <= 2 for program in recent):
-            self.break_off(f"recompiled at nearly every call, since {changed} changes; PyTorch runs it")
-            raise SkipFrame(self.breaks[-1])
+            reason = f"recompiled at nearly every call, since {changed} changes; PyTorch runs it"
+            self.break_off(reason)
+            raise SkipFrame(reason)
         self.graphs += 1
         try:
             if (divided := of_local_tensors(module, examples, self.compile)) is not None:
@@ -160,9 +161,10 @@ class Backend:
 
     def break_off(self, reason: str) -> None:
         """Record, and warn once, why something runs in PyTorch."""
-        if reason not in self.breaks:
-            warnings.warn(f"daceml_train runs a graph as PyTorch does: {reason}", stacklevel=3)
-            logs.event(logs.BREAKS, reason)
+        if reason in self.breaks:
+            return
+        warnings.warn(f"daceml_train runs a graph as PyTorch does: {reason}", stacklevel=3)
+        logs.event(logs.BREAKS, reason)
         self.breaks.append(reason)
 
     def note(self, reason: str) -> None:

@@ -25,6 +25,9 @@ from daceml_train.runtime.native_library import library
 CHANGES = 16
 """How often a function may be given other plans: beyond that, sizes change from call to call."""
 
+SIZES_CHANGE = "sizes change from call to call"
+"""Why each call needs Python from there on, but for those of the last sizes."""
+
 Strides = tuple[tuple[int, ...] | None, ...]
 
 _ATTRIBUTE, _SEED = -1, -2
@@ -82,7 +85,7 @@ class NativeCall:
         )
         self.function: Any = library().compiled_call_create(description)
         self._given: tuple[Any, ...] = ()
-        self._changes = 0
+        self._changes, self._records = 0, compiled.records[:1]
 
     @property
     def runs(self) -> int:
@@ -103,7 +106,11 @@ class NativeCall:
         """
         seen = None if prepared is None else prepared.seen
         given = forward, backward, library().compiled_calls_epoch(), seen, copied
-        if forward is None or given == self._given or self._changes >= CHANGES:
+        if forward is None or given == self._given:
+            return
+        if self._changes >= CHANGES:
+            for record in self._records:
+                record.needs_python = SIZES_CHANGE
             return
         if any(plan is not None and not _is_settled(plan) for plan in (forward, backward)):
             return

@@ -430,3 +430,14 @@ def test_more_threads():
         torch.testing.assert_close(gradients(ours), gradients(eager))
     torch.set_num_threads(1)  # plans of their own
     torch.testing.assert_close(ours(x), eager(x))
+
+
+def test_sizes_that_change_from_call_to_call_are_named():
+    eager, ours, _ = both(TwoLayers)
+    line = "through Python: sizes change from call to call"
+    assert line not in str(dt.report(ours))
+    for size in range(2, 24):
+        x = torch.randn(size, 6, dtype=torch.double)
+        for _ in range(2):
+            torch.testing.assert_close(ours(x), eager(x))
+    assert line in str(dt.report(ours))
