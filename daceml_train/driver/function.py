@@ -66,7 +66,7 @@ def apart(results: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> lis
     Small ones are copied. Others count their changes together with what is saved, as views do: reading it is an error.
     """
     found, memory = list(results), [tensor.untyped_storage()._cdata for tensor in saved]
-    for position, result in enumerate(results):
+    for position, result in enumerate(results if saved else ()):
         storage = result.untyped_storage()._cdata
         others = [s for s, own in zip(saved, memory, strict=True) if own == storage and s is not result]
         if others and result.numel() <= SMALL:
