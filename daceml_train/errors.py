@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 
 
@@ -77,7 +78,12 @@ class Rejected(CompilerError):
 
 
 class ExecutionError(DacemlError, RuntimeError):
-    """A compiled program failed while running; `tag` is the launch that failed."""
+    """A compiled program failed while running; `tag` is the launch that failed.
+
+    `raised` is what PyTorch raises for it, where that is known.
+    """
+
+    raised: BaseException | None = None
 
     def __init__(self, message: str, tag: int, *, where: str = "") -> None:
         self.tag = tag
@@ -88,10 +94,24 @@ class OutOfRange(ExecutionError, IndexError):
     """An index or a class in the data is out of range."""
 
 
-def execution_error(message: str, tag: int, *, where: str = "") -> ExecutionError:
-    """The error of a launch: an `IndexError` where PyTorch's message reports an out-of-range index."""
-    outside = "out of range" in message or "out of bounds" in message
-    return (OutOfRange if outside else ExecutionError)(message, tag, where=where)
+def execution_error(message: str, tag: int, *, where: str = "", raised: BaseException | None = None) -> ExecutionError:
+    """The error of a launch for which PyTorch raises `raised`: it is of that class, too.
+
+    An `IndexError` where PyTorch's message reports an out-of-range index.
+    """
+    kind: type = type(raised) if raised is not None and raised.__traceback__ is None else RuntimeError
+    outside = "out of range" in message or "out of bounds" in message or kind is IndexError
+    error = (OutOfRange if outside else _error_class(kind))(message, tag, where=where)
+    error.raised = raised
+    return error
+
+
+@functools.cache
+def _error_class(kind: type) -> type[ExecutionError]:
+    """The class of errors of launches for which PyTorch raises one of the class `kind`."""
+    if kind not in (ValueError, TypeError, NotImplementedError) and kind.__name__ != "_LinAlgError":
+        return ExecutionError
+    return type(kind.__name__.removeprefix("_"), (ExecutionError, kind), {"__module__": __name__})
 
 
 class OutOfMemory(DacemlError):

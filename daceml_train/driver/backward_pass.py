@@ -71,8 +71,9 @@ def gradients_of(
     given = [cotangents[i] for i in graph.compiled.cotangents]
     given = [g if g is None else _plain(g) for g in given]
     if torch.is_grad_enabled():
+        found_again = _eager_gradients(graph, call, given)
         graph.differentiated_again()
-        return _eager_gradients(graph, call, given)
+        return found_again
     if any(g is not None and _batched(g) for g in given):
         if graph.note is not None:
             graph.note("gradients of a batch of cotangents at once (is_grads_batched, vectorize)")

@@ -24,14 +24,14 @@ from daceml_train.driver.bound_optimizer import (
     same_strides,
 )
 from daceml_train.driver.checking import forwards_of, same_forwards
-from daceml_train.driver.commit import what_changed
+from daceml_train.driver.commit import note_what_changed
 from daceml_train.driver.denominators import Denominators
 from daceml_train.driver.distribution import described, rows_of
 from daceml_train.driver.fully_sharded import memory_of
 from daceml_train.driver.goals import WholeStep
 from daceml_train.driver.selected import SelectedInputs
 from daceml_train.driver.source_guard import SourceGuard, follow
-from daceml_train.errors import DeviceMismatch, ExecutionError, Unsupported
+from daceml_train.errors import DeviceMismatch, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.capture.rng_draws import Draw
 from daceml_train.frontends.torch.dynamo import data_sizes
@@ -343,9 +343,9 @@ class BoundStep:
             self._put(place, tensor)
         try:
             outputs = self._run(on_device, flat)
-        except ExecutionError as error:
+        except Exception as error:
             if not isinstance(error, RankError) or self.ranks is None or self.ranks.met:
-                error.add_note(what_changed(self.step.executable.program, error.tag))
+                note_what_changed(error, self.step.executable.program)
             raise
         raise_versions(self.changed_often)
         if self.step.further:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from daceml_train.graph.graph import Role
 from daceml_train.lowering.program import Program
+from daceml_train.runtime.failures import launch_of
 from daceml_train.runtime.lane_works import written
 
 UNCHANGED = "Parameters, buffers and the optimizer's state are those from before the step."
@@ -23,3 +24,10 @@ def what_changed(program: Program, launch: int) -> str:
     if roles & {Role.parameter, Role.state}:
         return PARTLY
     return BUFFERS if roles else UNCHANGED
+
+
+def note_what_changed(error: Exception, program: Program) -> None:
+    """Add a note that says so to an error of a launch."""
+    launch = launch_of(error)
+    if launch is not None:
+        error.add_note(what_changed(program, launch))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from daceml_train.driver.function import run_with_layout
+from daceml_train.driver.function import apart, run_with_layout
 from daceml_train.driver.goals import Differentiable, compile_differentiable
 from daceml_train.driver.records import Record
 from daceml_train.driver.settings import Settings
@@ -91,6 +91,7 @@ class _Levels(torch.autograd.Function):
         ctx.bounds = arrays[0]
         ctx.program, ctx.count = program, len(arrays)
         ctx.shapes = [(results[i].shape, results[i].dtype) for i in program.compiled.cotangents]
+        results = apart(results, saved)
         ctx.save_for_backward(*(arrays[i] for i in program.kept), *saved)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in program.outputs))

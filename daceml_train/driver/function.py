@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -21,7 +20,8 @@ from daceml_train.driver.binding import (
 )
 from daceml_train.driver.goals import Differentiable
 from daceml_train.driver.native_call import Strides, native_call
-from daceml_train.errors import DacemlError
+from daceml_train.driver.prepacked import PrepackedWeights
+from daceml_train.errors import why
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.graph.graph import Role
@@ -31,7 +31,7 @@ from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.executor import InputMismatch
 from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs, Ticket
-from daceml_train.runtime.native_library import library
+from daceml_train.runtime.native_library import library, share_version
 from daceml_train.tensor import evaluate
 
 FORWARD_MODE = "a call inside forward-mode differentiation, which PyTorch runs"
@@ -47,8 +47,36 @@ def draw_seed() -> torch.Tensor:
 SECOND_ORDER = 3
 """After so many gradients of gradients, a graph of which most calls have one is left to PyTorch."""
 
+DIFFERENTIATED_AGAIN = "most of its gradients are differentiated again, which PyTorch does"
+"""Why PyTorch runs all calls of such a graph."""
+
+STILL_PACKED = "weights are packed at each call, since they change and the program for that could not be compiled"
+"""What is noted where `again` fails."""
+
 COUNTERS = 16
 """Elements of a buffer that is copied for the backward pass, which takes about a microsecond."""
+
+SMALL = 4096
+"""Elements of a result that is copied where the backward pass reads its memory."""
+
+
+def apart(results: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results, which may be changed in place while others `saved` in the same memory are to be read as they are.
+
+    Small ones are copied. Others count their changes together with what is saved, as views do: reading it is an error.
+    """
+    found, memory = list(results), [tensor.untyped_storage()._cdata for tensor in saved]
+    for position, result in enumerate(results if saved else ()):
+        storage = result.untyped_storage()._cdata
+        others = [s for s, own in zip(saved, memory, strict=True) if own == storage and s is not result]
+        if others and result.numel() <= SMALL:
+            found[position] = torch.empty_strided(
+                result.shape, result.stride(), dtype=result.dtype, device=result.device
+            ).copy_(result)
+            torch._C._autograd._unsafe_set_version_counter((found[position],), (result._version,))
+        elif others:
+            share_version(result, others)
+    return found
 
 
 def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -166,42 +194,50 @@ class CompiledGraph:
         None: all outputs, and no backward pass follows. The ticket is for `backward`.
         """
         changed = [(tensors[i], version_of(tensors[i]) + count) for i, count in self.changes]
-        outputs, ran = self._run(tensors, results is not None and self.compiled.backward is not None)
+        outputs, ran, prepacked = self._run(tensors, results is not None and self.compiled.backward is not None)
         for tensor, version in changed:
             if not tensor.is_inference():
                 torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-        found = self._laid_out(outputs[:results], tensors)
+        saved = [] if results is None else outputs[results:]
+        found = apart(self._laid_out(outputs[:results], tensors), saved)
         if self._native is not None and not isinstance(ran, Ticket):
             pairs = zip(found, outputs, strict=False)
-            self._use_natively((ran, tuple(None if a is b else a.stride() for a, b in pairs)))
-        return found, [] if results is None else outputs[results:], ran if isinstance(ran, Ticket) else None
+            self._use_natively((ran, tuple(None if a is b else a.stride() for a, b in pairs)), prepacked)
+        return found, saved, ran if isinstance(ran, Ticket) else None
 
     def _run(
         self, tensors: Sequence[torch.Tensor], awaited: bool
-    ) -> tuple[list[torch.Tensor], Ticket | BoundPlan | None]:
-        """The outputs, and on a GPU the ticket, else the plan that ran, unless inputs had to be copied."""
-        executable = self.compiled.forward
+    ) -> tuple[list[torch.Tensor], Ticket | BoundPlan | None, PrepackedWeights | None]:
+        """The outputs; on a GPU the ticket, else the plan, unless inputs were copied; and what packed the weights."""
+        compiled = self._compiled_again()  # another thread may replace it
+        executable, prepacked = compiled.forward, compiled.prepacked
         if self.cuda_graphs is not None:
             plan = executable.plan(executable.sizes_of(tensors))
             try:
-                return self.cuda_graphs.forward(plan, tensors, awaited)
+                return *self.cuda_graphs.forward(plan, tensors, awaited), prepacked
             except InputMismatch:
                 pass
-        if self.compiled.prepacked is not None and self.compiled.prepacked.changes and self.again is not None:
-            again, self.again = self.again, None
-            with contextlib.suppress(DacemlError):
-                self.compiled = again()
-                executable = self.compiled.forward
-        if self.compiled.prepacked is not None:
-            tensors = self.compiled.prepacked(tensors, run_with_layout)
+        if prepacked is not None:
+            tensors = prepacked(tensors, run_with_layout)
         if self._native is None:
-            return run_with_layout(executable, tensors), None
-        return _run_on_plan(executable, tensors)
+            return run_with_layout(executable, tensors), None, prepacked
+        return *_run_on_plan(executable, tensors), prepacked
 
-    def _use_natively(self, ran: tuple[BoundPlan | None, Strides]) -> None:
+    def _compiled_again(self) -> Differentiable:
+        """The programs, compiled once more where weights turn out to change from call to call."""
+        compiled, again = self.compiled, self.again
+        if again is None or compiled.prepacked is None or not compiled.prepacked.changes:
+            return compiled
+        self.again = None
+        try:
+            self.compiled = again()
+        except Exception as error:  # the program that is there serves as well
+            compiled.records[0].notes.append(f"{STILL_PACKED}: {why(error)}")
+        return self.compiled
+
+    def _use_natively(self, ran: tuple[BoundPlan | None, Strides], prepacked: PrepackedWeights | None) -> None:
         """Let native calls run what a call in Python ran for a second time: sizes that are met once stay in Python."""
         again, self._ran = ran == self._ran, ran
-        prepacked = self.compiled.prepacked
         prepared = None if prepacked is None else prepacked.prepared
         if again and self._native is not None and (prepacked is None or prepared is not None):
             self._native.use(ran[0], self._backward_plan, ran[1], prepared)
@@ -218,6 +254,8 @@ class CompiledGraph:
             self._second_order = True
             if self._native is not None:
                 library().compiled_calls_end()
+            if self.note is not None:
+                self.note(DIFFERENTIATED_AGAIN)
 
     def owners(self, results: Any, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Graph output -> its value in a call of `eager`, for outputs through which gradients flow."""
@@ -259,8 +297,9 @@ class CompiledGraph:
         cotangents: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
         """The gradients `wanted`, for a native call; the cotangents are those of differentiable results."""
-        arguments = arguments[len(self.captured.draws) :]
-        by_name = input_tensors(self.captured, arguments)
+        drawn = dict(zip(self.captured.draws, arguments, strict=False))
+        arguments = arguments[len(drawn) :]
+        by_name = input_tensors(self.captured, arguments) | drawn
         tensors = [by_name[name] if name in by_name else torch.empty(()) for name in self.names]
         results: list[torch.Tensor | None] = [None] * len(self.captured.graph.outputs)
         for i, cotangent in zip(sorted(self.differentiable), cotangents, strict=True):
@@ -391,4 +430,4 @@ class _Function(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-__all__ = ["CompiledGraph", "draw_seed", "run_with_layout"]
+__all__ = ["CompiledGraph", "apart", "draw_seed", "run_with_layout"]

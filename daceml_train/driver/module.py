@@ -31,9 +31,10 @@ from daceml_train.driver.optimizer_updates import update_for
 from daceml_train.driver.parallel_modules import compiled_inside, of_local_tensors, surrounded_modules
 from daceml_train.driver.records import Record
 from daceml_train.driver.recursion import Recursion, recursion_of
+from daceml_train.driver.refused import Refused
 from daceml_train.driver.sdfg_programs import sdfg_of
 from daceml_train.driver.settings import Settings
-from daceml_train.errors import DacemlError, Invalid, Unsupported, why
+from daceml_train.errors import DacemlError, Invalid, Unsupported, internal, why
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture import gradient_hooks
 from daceml_train.frontends.torch.capture.capture import Captured, capture
@@ -89,20 +90,11 @@ class ModuleState:
 STORM = 6
 """How many programs of one function may be compiled for one condition of which none runs more than twice."""
 
+WEIGHTS_CHANGE = "the second program of the same: weights change from call to call, so it reads them as they are"
+"""What is noted of a program that packs no weights."""
+
 SIZES = re.compile(r".*?([\w.\[\]'\"()]*?)(?:' size mismatch|\.size\(\)\[| size mismatch).*", re.DOTALL)
 """A condition on the size of a tensor: a mismatch, or how sizes of it and of others compare."""
-
-
-@dataclass(eq=False)
-class Refused:
-    """A graph that PyTorch runs; counts how often."""
-
-    forward: Callable[..., Any]
-    runs: int = 0
-
-    def __call__(self, *arguments: Any) -> Any:
-        self.runs += 1
-        return self.forward(*arguments)
 
 
 @dataclass
@@ -135,15 +127,16 @@ class Backend:
     def __call__(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         if any(isinstance(t, torch.Tensor) and t.is_meta for t in examples):  # shapes alone, as Keras builds a model
             self.graphs += 1
-            return as_eager(module).forward
+            return as_eager(module)
         recent, changes = self.programs.setdefault(frame(), []), self.changes.setdefault(frame(), [])
         changed = recompilation().split("  #")[0].split(" # ")[0]
         changes.append(_subject(changed))
         del changes[: 1 - STORM]
         same = len(set(changes)) == 1  # one condition, and not a module that is called in many modes
         if len(recent) >= STORM and same and all(program.runs <= 2 for program in recent):
-            self.break_off(f"recompiled at nearly every call, since {changed} changes; PyTorch runs it")
-            raise SkipFrame(self.breaks[-1])
+            reason = f"recompiled at nearly every call, since {changed} changes; PyTorch runs it"
+            self.break_off(reason)
+            raise SkipFrame(reason)
         self.graphs += 1
         try:
             if (divided := of_local_tensors(module, examples, self.compile)) is not None:
@@ -158,16 +151,20 @@ class Backend:
             return result.entry if isinstance(result, CompiledGraph) else result
         except Exception as error:  # training continues whatever fails in here
             scalars.start_over()
-            self.break_off(why(error))
-        refused = Refused(as_eager(module).forward)
+            refused = Refused(as_eager(module))
+            if internal(error):  # unless the arguments are at fault: shapes and types are traced more leniently
+                refused.note = functools.partial(self.break_off, why(error))
+            else:
+                self.break_off(why(error))
         self.programs[frame()] = [*recent[1 - STORM :], refused]
         return refused
 
     def break_off(self, reason: str) -> None:
         """Record, and warn once, why something runs in PyTorch."""
-        if reason not in self.breaks:
-            warnings.warn(f"daceml_train runs a graph as PyTorch does: {reason}", stacklevel=3)
-            logs.event(logs.BREAKS, reason)
+        if reason in self.breaks:
+            return
+        warnings.warn(f"daceml_train runs a graph as PyTorch does: {reason}", stacklevel=3)
+        logs.event(logs.BREAKS, reason)
         self.breaks.append(reason)
 
     def note(self, reason: str) -> None:
@@ -216,6 +213,7 @@ class Backend:
     def _read_weights(self, captured: Captured) -> Differentiable:
         """A call without gradients, compiled for weights that change from call to call."""
         compiled = compile_inference(captured.graph, self.options, prepacks=False)
+        compiled.records[0].notes.append(WEIGHTS_CHANGE)
         self.records += compiled.records
         return compiled
 

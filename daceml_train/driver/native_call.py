@@ -1,8 +1,8 @@
 """Calls of a compiled graph without Python: the forward program, and a node of autograd with the backward program.
 
 Python runs the first calls, after which layouts, libraries and threads are settled, and each call that is not as usual:
-other sizes, a measurement, forward-mode differentiation, a subclass of tensors, memory that is written and shared; in
-the backward pass a gradient of a gradient, or a result that the loss does not use.
+other sizes, a measurement, forward-mode differentiation, compiled autograd, a subclass of tensors, memory that is
+written and shared; in the backward pass a gradient of a gradient, or a result that the loss does not use.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch._dynamo
+from torch._dynamo import compiled_autograd
 
 from daceml_train.driver.backward_pass import Compiled
 from daceml_train.driver.prepacked import Prepared
@@ -23,6 +24,9 @@ from daceml_train.runtime.native_library import library
 
 CHANGES = 16
 """How often a function may be given other plans: beyond that, sizes change from call to call."""
+
+SIZES_CHANGE = "sizes change from call to call"
+"""Why each call needs Python from there on, but for those of the last sizes."""
 
 Strides = tuple[tuple[int, ...] | None, ...]
 
@@ -75,10 +79,13 @@ class NativeCall:
             tuple(differentiable.index(i) for i in compiled.cotangents),
             tuple(number for pair in graph.wanted.items() for number in pair),
             tuple(number for pair in graph.changes for number in pair),
+            vars(compiled_autograd),
+            "compiled_autograd_enabled",
+            True,
         )
         self.function: Any = library().compiled_call_create(description)
         self._given: tuple[Any, ...] = ()
-        self._changes = 0
+        self._changes, self._records = 0, compiled.records[:1]
 
     @property
     def runs(self) -> int:
@@ -99,7 +106,11 @@ class NativeCall:
         """
         seen = None if prepared is None else prepared.seen
         given = forward, backward, library().compiled_calls_epoch(), seen, copied
-        if forward is None or given == self._given or self._changes >= CHANGES:
+        if forward is None or given == self._given:
+            return
+        if self._changes >= CHANGES:
+            for record in self._records:
+                record.needs_python = SIZES_CHANGE
             return
         if any(plan is not None and not _is_settled(plan) for plan in (forward, backward)):
             return

@@ -237,10 +237,21 @@ def _updates_of(optimizer: torch.optim.Optimizer) -> OptimizerUpdates | None:
     return None
 
 
+def reasons(module: torch.nn.Module) -> list[str]:
+    """Why PyTorch updates parameters of a module from `optimize`, or of one that is trained in pieces."""
+    own = {id(p) for p in module.parameters()}
+    found = [(optimizer, updates) for optimizer, (_, updates) in _known.items() if updates is not None and updates.why]
+    return [
+        f"{type(optimizer).__name__}.step: {updates.why}"
+        for optimizer, updates in found
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+    ]
+
+
 def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     empty: torch.optim.Optimizer = object.__new__(type(optimizer))
     empty.defaults, empty.param_groups, empty.state = optimizer.defaults, [], {}  # type: ignore[assignment]
     return empty
 
 
-__all__ = ["BoundUpdate", "OptimizerUpdates", "update_for"]
+__all__ = ["BoundUpdate", "OptimizerUpdates", "reasons", "update_for"]

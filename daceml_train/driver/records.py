@@ -29,6 +29,8 @@ class Record:
     """(operator, the user's line) of operators that run in ATen for lack of a lowering."""
     constant_sizes: list[str] = field(default_factory=list)
     """Which sizes became constants of the program although others were asked for, and why."""
+    notes: list[str] = field(default_factory=list)
+    """What else changes how calls run, and why."""
     needs_python: str = ""
     """Why each call runs through Python; empty where later calls do not, and on a GPU."""
     seconds: dict[str, float] = field(default_factory=dict)

@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch.nn import Module
+
 from daceml_train.driver.background import BackgroundStep
 from daceml_train.driver.by_torch_compile import compiled_by
 from daceml_train.driver.module import Backend, state_of
+from daceml_train.driver.optimizer_updates import reasons as update_reasons
 from daceml_train.driver.records import Record
 from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import Invalid
@@ -132,6 +135,8 @@ def report(
     pieces = _reported(compiled)[2]  # `torch.compile` has a backend from the first call on
     own = compiled.breaks if isinstance(compiled, TrainingStep) else []
     breaks = [*own, *(pieces.breaks if pieces else ())]
+    if isinstance(trained := compiled.model if isinstance(compiled, TrainingStep) else compiled, Module):
+        breaks += update_reasons(trained)
     divided = reasons(pieces.graph_breaks if pieces else ())
     captured = list(compiled.cuda_graphs.values()) if isinstance(compiled, TrainingStep) else []
     messages = [graphs.messages() for graphs in captured]

@@ -75,6 +75,7 @@ def _compiled(group: Sequence[Record]) -> Compiled:
         device=linked[0].device.name if linked else "cpu",
         left_out=tuple(first.left_out),
         constant_sizes=tuple(first.constant_sizes),
+        notes=tuple(note for record in group for note in record.notes),
         needs_python=first.needs_python,
         network=_network(group, sizes),
         autotuned=_autotuned(executable.autotuned() for executable in linked),

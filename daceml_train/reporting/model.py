@@ -113,6 +113,8 @@ class Compiled:
     """The pipeline's passes that are not for the device."""
     constant_sizes: tuple[str, ...] = ()
     """Which sizes became constants of the program although others were asked for, and why."""
+    notes: tuple[str, ...] = ()
+    """What else changes how calls run, and why."""
     needs_python: str = ""
     """Why each call runs through Python."""
     autotuned: tuple[int, int] = (0, 0)

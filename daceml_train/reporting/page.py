@@ -211,8 +211,8 @@ def _compilation(function: Compiled) -> Iterator[str]:
     if function.fallbacks:
         yield "<h2>Run by PyTorch for lack of a rule</h2>"
         yield f"<ul>{_items([f'{operator} {line}'.strip() for operator, line in function.fallbacks])}</ul>"
-    if function.constant_sizes:
-        yield f"<ul>{_items(function.constant_sizes)}</ul>"
+    if lines := (*function.constant_sizes, *function.notes):
+        yield f"<ul>{_items(lines)}</ul>"
     if function.needs_python:
         yield f"<p>{text.THROUGH_PYTHON}{escape(function.needs_python)}</p>"
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in function.stages.items())

@@ -79,6 +79,7 @@ def _function_lines(function: Compiled) -> Iterator[str]:
     for operator, line in function.fallbacks:
         yield f"run by PyTorch for lack of a rule: {operator}{f' at {line}' if line else ''}"
     yield from function.constant_sizes
+    yield from function.notes
     if function.needs_python:
         yield f"{THROUGH_PYTHON}{function.needs_python}"
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in function.stages.items())

@@ -13,7 +13,7 @@ import sympy
 import torch
 
 from daceml_train.codegen.cpu.launch import KernelCode
-from daceml_train.errors import ExecutionError, OutOfMemory, execution_error
+from daceml_train.errors import ExecutionError, OutOfMemory
 from daceml_train.lowering.arena import Lifetime, plan_arena
 from daceml_train.lowering.aten import Placeholder
 from daceml_train.lowering.device import CPU, GPU, Device
@@ -34,6 +34,7 @@ from daceml_train.ops.levels import ROWS
 from daceml_train.runtime.arenas import AnyArena
 from daceml_train.runtime.chosen_matmuls import in_onednn
 from daceml_train.runtime.executor import Plan, PlanView
+from daceml_train.runtime.failures import failure
 from daceml_train.runtime.gpu.arena import DeviceArena
 from daceml_train.runtime.gpu.autotune import Autotuner
 from daceml_train.runtime.gpu.binding import biggest, placed
@@ -326,8 +327,7 @@ class BoundPlan:
 
     def _view(self, place: BufferView) -> PlanView:
         layout = (torch_dtype(place.dtype), tuple(self._ints(place.shape)), tuple(self._ints(place.strides)))
-        empty = 0 in layout[1]  # an empty slice may begin past the end
-        offset = 0 if empty else self.value(place.offset) * place.dtype.bytes
+        offset = 0 if 0 in layout[1] else self.value(place.offset) * place.dtype.bytes  # empty: it may be past the end
         key = (self._lane, place.slot, offset, *layout)
         if key not in self._views:
             self._views[key] = self.plan.view(place.slot, offset, *layout)
@@ -433,15 +433,15 @@ class BoundPlan:
         try:
             owned = self._shown(run, arguments) if torch._C._autograd._profiler_enabled() else run(*arguments)
         except ExecutionError as error:
-            launch = self.program.launches[error.tag] if 0 <= error.tag < len(self.program.launches) else None
-            where = launch.origin if launch else ""
-            raise execution_error(error.message, error.tag, where=where) from error
+            failed = failure(error, self.program)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(biggest(self, str(error))) from error
-        if self._whole:
-            return owned
-        with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
-            return [owned[i].as_strided(*layout) if layout else owned[i] for i, *layout in self.outputs]
+        else:
+            if self._whole:
+                return owned
+            with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+                return [owned[i].as_strided(*layout) if layout else owned[i] for i, *layout in self.outputs]
+        raise failed  # not within `except`: it keeps its own context
 
     def _shown(self, run: Callable[..., list[torch.Tensor]], arguments: Any) -> list[torch.Tensor]:
         """Run as one span of the profile that PyTorch records: `training_step`, `forward` or `backward`."""

@@ -137,12 +137,13 @@ class Cache:
     def clear(self) -> int:
         """Remove what this package wrote and no other file in the folder; return the bytes that were freed."""
         left = clear_partial(self.folder, age=0)
-        own = [self.folder / name for name in ("programs", "kernels", "native")]
+        own = [self.folder / name for name in ("programs", "kernels", "native", "steps")]
         files = [f for folder in own if folder.exists() for f in folder.rglob("*") if f.is_file()]
-        files += [file for file in (self.products, self.shapes) if file.exists()]
+        measured = self.products, self.shapes, self.threads, self.threads.with_name("lanes.json"), self.schedules
+        files += [file for file in measured if file.exists()]
         freed = sum(f.stat().st_size for f in files)
         for folder in own:
             shutil.rmtree(folder, ignore_errors=True)
-        for file in (self.products, self.shapes):
+        for file in measured:
             file.unlink(missing_ok=True)
         return freed + left

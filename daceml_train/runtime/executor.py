@@ -417,7 +417,10 @@ class Plan:
         message, number = _last_error(self._native), self._native.executor_error_number()
         if status == _MISMATCH:
             raise InputMismatch(message, number)
-        raise execution_error(message, number)
+        raised = self._native.executor_error_raised()
+        if type(raised) is RuntimeError and message.startswith("linalg."):  # of a check of ours in place of PyTorch's
+            raised = torch._C._LinAlgError(message)  # type: ignore[attr-defined]
+        raise execution_error(message, number, raised=raised)
 
 
 def _layout(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, Any, Any, int]:

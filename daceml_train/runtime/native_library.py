@@ -20,6 +20,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "executor_error_number": (c_int, []),
     "executor_dtype_name": (c_char_p, [c_int]),
     "tensors_fingerprint": (c_int, [_POINTER, c_int64, _POINTER]),
+    "tensor_shares_version": (None, [_POINTER, _POINTER]),
     "tensors_attached": (c_int, [_POINTER, c_int64]),
     "tensors_shared": (c_int, [_POINTER, _POINTER, c_int64, _POINTER, c_int64]),
     "identities_create": (_HANDLE, [_POINTER, _POINTER, _POINTER, c_int64, _POINTER, c_int64]),
@@ -82,6 +83,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 _HOLDING: dict[str, tuple[Any, list[Any]]] = {
     "identities_hold": (c_int, [_HANDLE]),
     "records_create": (ctypes.py_object, [ctypes.py_object]),
+    "executor_error_raised": (ctypes.py_object, []),
     "compiled_call_create": (ctypes.py_object, [ctypes.py_object]),
     "compiled_call_programs": (c_int, [ctypes.py_object, _HANDLE, _HANDLE, ctypes.py_object]),
     "compiled_call_runs": (c_int64, [ctypes.py_object]),
@@ -152,3 +154,9 @@ def fingerprint(tensors: Sequence[torch.Tensor]) -> int | None:
     state = c_uint64(len(tensors))
     addresses = (c_void_p * len(tensors))(*[t._cdata for t in tensors])
     return state.value if library().tensors_fingerprint(addresses, len(tensors), ctypes.byref(state)) else None
+
+
+def share_version(owner: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+    """From here on, changes of `owner` in place count as changes of the others, which have its memory."""
+    for tensor in others if not owner.is_inference() else ():
+        library().tensor_shares_version(tensor._cdata, owner._cdata)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import daceml_train as dt
+from daceml_train.driver.module import state_of
 from tests.driver.holding import Function
 
 pytestmark = [
@@ -278,3 +280,19 @@ def test_a_batch_that_is_refused_changes_nothing(kind: str) -> None:
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         for name, value in optimizers[0].state[q].items():
             torch.testing.assert_close(optimizers[1].state[p][name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_wrong_type_is_the_arguments_fault(capfd: pytest.CaptureFixture[str]) -> None:
+    """PyTorch traces more types and shapes than its operators take: its error is raised, and nothing is called a defect."""
+    model = nn.Sequential(nn.Linear(6, 3), nn.ReLU())
+    optimized = dt.optimize(model)
+    x = torch.randn(4, 6)
+    optimized(x)
+    for wrong in (x.double(), x.long()):
+        with warnings.catch_warnings(), pytest.raises(RuntimeError, match="same dtype") as raised:
+            warnings.simplefilter("error")
+            optimized(wrong)
+        assert "a call that worked took" in "".join(raised.value.__notes__)
+    torch.testing.assert_close(optimized(x), model(x))
+    assert state_of(optimized).backend.breaks == []  # type: ignore[union-attr]
+    assert capfd.readouterr().err == ""

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import daceml_train as dt
+from daceml_train.driver.function import STILL_PACKED
+from daceml_train.driver.module import WEIGHTS_CHANGE
 from daceml_train.driver.prepacked import PrepackedWeights
+from daceml_train.errors import Unsupported
 from tests.driver.conformity import assert_compiled
 
 pytestmark = pytest.mark.compiled
@@ -189,6 +192,24 @@ def test_weights_that_change_are_not_prepared_again() -> None:
     ]
     assert prepared[0] is None and prepared[1] is not None and prepared[1].computed == 1
     assert_compiled(optimized)
+    assert WEIGHTS_CHANGE in str(dt.report(optimized)) and WEIGHTS_CHANGE not in str(dt.report(fixed))
+
+
+def test_weights_that_change_and_no_program_for_them() -> None:
+    model = images()
+    optimized = dt.optimize(model)
+
+    def fail() -> Any:
+        raise Unsupported("no second program")
+
+    x = torch.randn(2, 3, 16, 16)
+    for _ in range(6):
+        agree(model, optimized, x)
+        for programs in optimized._daceml_train.backend.programs.values():  # type: ignore[union-attr]
+            for program in programs:
+                program.again = program.again and fail
+        scale(model.get_parameter("wide.weight"))
+    assert f"{STILL_PACKED}: no second program" in dt.report(optimized).to_html()
 
 
 def test_batch_sizes_and_layouts(pair: tuple[nn.Module, nn.Module]) -> None:

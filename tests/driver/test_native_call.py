@@ -35,6 +35,12 @@ class Normalized(torch.nn.Module):
         return self.linear(self.norm(x))
 
 
+class Counted(Normalized):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(6, momentum=None)
+
+
 class Shuffled(torch.nn.Module):
     """Its results have other shapes than the arrays that its kernels write, and strides of their own."""
 
@@ -97,7 +103,7 @@ def gradients(model):
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", [TwoLayers, Normalized, Shuffled])
+@pytest.mark.parametrize("kind", [TwoLayers, Normalized, Counted, Shuffled])
 @pytest.mark.parametrize("of_inputs", [False, True])
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (4, 2, 4, 2, 2, 2, 4)])
 def test_steps(kind, of_inputs, sizes):
@@ -359,6 +365,7 @@ def test_gradients_of_gradients_from_a_second_program():
         torch.testing.assert_close(gradients(ours), gradients(eager))
     runs = graph.runs
     assert graph._second_order
+    assert "most of its gradients are differentiated again" in str(dt.report(ours))
     loss(ours, x).backward()
     loss(eager, x).backward()
     torch.testing.assert_close(gradients(ours), gradients(eager))
@@ -423,3 +430,14 @@ def test_more_threads():
         torch.testing.assert_close(gradients(ours), gradients(eager))
     torch.set_num_threads(1)  # plans of their own
     torch.testing.assert_close(ours(x), eager(x))
+
+
+def test_sizes_that_change_from_call_to_call_are_named():
+    eager, ours, _ = both(TwoLayers)
+    line = "through Python: sizes change from call to call"
+    assert line not in str(dt.report(ours))
+    for size in range(2, 24):
+        x = torch.randn(size, 6, dtype=torch.double)
+        for _ in range(2):
+            torch.testing.assert_close(ours(x), eager(x))
+    assert line in str(dt.report(ours))

@@ -161,6 +161,7 @@ def test_options_that_change_at_every_step_end_in_pytorch(runs: list[bool]) -> N
         pair.step(number)
         pair.check()
     assert runs.count(True) == PROGRAMS
+    assert "AdamW.step: the optimizer has other options" in str(dt.report(pair.called))
 
 
 def test_a_new_optimizer_for_every_task(runs: list[bool]) -> None:

@@ -22,6 +22,9 @@ def test_eviction_removes_what_was_used_least_recently(tmp_path: Path) -> None:
     assert all(cache.load(key) is not None for key in "023")
     other = tmp_path / "notes.txt"
     other.write_text("not ours")
+    for measured in (cache.products, cache.threads, cache.schedules, cache.shapes, tmp_path / "lanes.json"):
+        measured.write_text("{}")
+    (tmp_path / "steps").mkdir()
     assert cache.clear() > 3000 and list(tmp_path.iterdir()) == [other]
 
 

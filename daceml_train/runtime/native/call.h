@@ -22,7 +22,7 @@ class Call {
  public:
   // Throws if no such operator is registered.
   Call(const char* name, const char* overload)
-      : operator_(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload)) {}
+      : operator_(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload)), keeps_(may_keep(name)) {}
 
   const c10::FunctionSchema& schema() const { return operator_.schema(); }
   std::string name() const { return toString(operator_.operator_name()); }
@@ -101,17 +101,35 @@ class Call {
     torch::jit::Stack stack;
     stack.swap(stack_);  // its memory is reused; an exception leaves `stack_` empty
     stack.clear();
-    for (const Argument& argument : arguments_) push(stack, argument, values);
-    {
-      const Offers offers(results_, values);
-      operator_.callBoxed(&stack);
+    try {
+      for (const Argument& argument : arguments_) push(stack, argument, values);
+      {
+        const Offers offers(results_, values);
+        operator_.callBoxed(&stack);
+      }
+      take(stack, values);
+    } catch (...) {  // whose traceback may have what the operator was given
+      stack.clear();
+      part(values);
+      throw;
     }
-    take(stack, values);
     stack.clear();
     stack_.swap(stack);
+    part(values);
   }
 
  private:
+  // Whether an operator may keep what it is given: one of PyTorch's does not, and ours keep nothing beyond a run.
+  static bool may_keep(const std::string& name) {
+    const std::string space = name.substr(0, name.find("::"));
+    return space != "aten" && space != "mkldnn" && space != "prims" && space != "quantized" && space != "daceml";
+  }
+
+  void part(Values& values) {
+    if (!keeps_) return;
+    for (int view : views()) values.part(view);
+  }
+
   // The arena's memory for results is on offer as long as this lives.
   struct Offers {
     Offers(const std::vector<Result>& results, const Values& values) {
@@ -235,6 +253,7 @@ class Call {
   std::vector<Result> results_;
   torch::jit::Stack stack_;
   size_t position_ = 0;
+  bool keeps_;
 };
 
 }  // namespace daceml

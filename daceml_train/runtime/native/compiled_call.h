@@ -46,6 +46,8 @@ struct CompiledCall {
   std::vector<int64_t> cotangents;                // per cotangent of the backward program, its place in `differentiable`
   std::vector<Wanted> wanted;
   std::vector<Change> changes;
+  // A variable of a module of Python's, and what it is while autograd is compiled, which knows no node of C++.
+  _object *module = nullptr, *variable = nullptr, *compiled_autograd = nullptr;
   std::shared_ptr<const Programs> programs;
   int64_t runs = 0;
 
@@ -295,7 +297,8 @@ inline _object* CompiledCall::natively(_object* self, _object* const* arguments,
   const std::shared_ptr<const Programs> current = programs;
   std::vector<void*> tensors;
   std::vector<at::Tensor> numbers;
-  if (current == nullptr || !is_usual(*current) || torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr ||
+  if (current == nullptr || !is_usual(*current) || PyDict_GetItemWithError(module, variable) == compiled_autograd ||
+      torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr ||
       !gather(arguments, count, tensors, numbers)) {
     return nullptr;
   }
@@ -386,6 +389,7 @@ inline _object* compiled_call(_object* description) {
   const std::vector<int64_t> wanted = integers_of(next()), changes = integers_of(next());
   for (size_t i = 0; i + 1 < wanted.size(); i += 2) op->wanted.push_back({wanted[i], wanted[i + 1]});
   for (size_t i = 0; i + 1 < changes.size(); i += 2) op->changes.push_back({changes[i], changes[i + 1]});
+  op->module = next(), op->variable = next(), op->compiled_autograd = next();
   if (PyErr_Occurred() != nullptr) return nullptr;
   return function_of(&method, std::move(op), {description});
 }

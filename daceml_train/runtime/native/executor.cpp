@@ -60,6 +60,7 @@ using namespace daceml;
 EXPORT int tensors_fingerprint(void* const* tensors, int64_t count, uint64_t* state) {
   return fingerprint(tensors, count, *state);
 }
+EXPORT void tensor_shares_version(void* tensor, void* owner) { share_version(tensor, owner); }
 EXPORT int tensors_attached(void* const* tensors, int64_t count) { return attached(tensors, count); }
 
 // Containers, which of them are lists, how many values each contains; all values, null for any.
@@ -90,6 +91,7 @@ EXPORT int tensors_shared(void* const* tensors, const int* positions, int64_t co
 
 EXPORT const char* executor_error_message() { return failure.message.c_str(); }
 EXPORT int executor_error_number() { return failure.number; }
+EXPORT _object* executor_error_raised() { return raised(); }
 EXPORT const char* executor_dtype_name(int dtype) { return c10::toString(static_cast<c10::ScalarType>(dtype)); }
 
 EXPORT void pool_install() { Pool::instance(); }

@@ -24,6 +24,11 @@ inline int attached(void* const* tensors, int64_t count) {
   return found;
 }
 
+// From here on, changes of `owner` in place count as changes of a tensor that has its memory.
+inline void share_version(void* tensor, const void* owner) {
+  static_cast<c10::TensorImpl*>(tensor)->set_version_counter(static_cast<const c10::TensorImpl*>(owner)->version_counter());
+}
+
 // True if one of the tensors at these positions shares its storage with one of `others`.
 inline bool shared(void* const* tensors, const int* positions, int64_t count, void* const* others, int64_t all) {
   const auto storage = [](const void* tensor) -> const void* {

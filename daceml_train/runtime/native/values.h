@@ -2,8 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <vector>
+
+#include <c10/core/CPUAllocator.h>
 
 #include "input.h"
 #include "layout.h"
@@ -85,6 +88,20 @@ class Values {
     }
     view.bound = pointer;
     return view.tensor;
+  }
+
+  // After a call of an operator that is written in Python, which may have kept the tensor of a view: that one gets memory of
+  // its own, with the elements that it has now.
+  void part(int index) {
+    View& view = views[index];
+    if (slots[view.slot].is_opaque || !view.tensor.defined()) return;
+    if (view.tensor.use_count() == 1 && view.tensor.storage().use_count() == 1) return;
+    const auto bytes = static_cast<size_t>(view.layout.bytes);
+    c10::DataPtr own = c10::GetCPUAllocator()->allocate(bytes);
+    if (bytes > 0) std::memcpy(own.get(), view.bound, bytes);
+    view.tensor.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(own));
+    view.tensor.reset();
+    view.bound = nullptr;
   }
 
   void own(int index, at::Tensor value) {

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils.checkpoint import checkpoint
 
 from daceml_train.errors import Unsupported
@@ -89,8 +90,8 @@ def _storage(node: fx.Node) -> Any:
 
 
 # ---- in place of the operator that Dynamo puts into graphs --------------------------------------------------------
-def as_eager(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with its regions run by `torch.utils.checkpoint`, as outside of compilers.
+def as_eager(module: fx.GraphModule) -> Callable[..., Any]:
+    """The graph as a function, with its regions run by `torch.utils.checkpoint`, as outside of compilers.
 
     Dynamo's operator keeps the tensors that a region is given as they are, and so fails where the region changes one.
     """
@@ -103,7 +104,12 @@ def as_eager(module: fx.GraphModule) -> fx.GraphModule:
                 node.target = _checkpointed
         if found:
             inner.recompile()
-    return module
+
+    def run(*arguments: Any) -> Any:
+        _LazyGraphModule.force_recompile(module)
+        return module.forward(*arguments)  # without what prints a traceback of its own
+
+    return run
 
 
 def _checkpointed(region: fx.GraphModule, *operands: Any, **options: Any) -> Any:

@@ -129,7 +129,8 @@ def cumulative_batch_norm(self: Any, input: Tensor) -> Tensor:
     with torch.no_grad():
         factor = 1.0 / self.num_batches_tracked.double()
         for running, value in zip((mean, var), now, strict=True):
-            running.copy_(factor.to(value.dtype) * value + (1.0 - factor).to(value.dtype) * running)
+            average = factor.to(value.dtype) * value + (1.0 - factor).to(value.dtype) * running
+            running.data.copy_(average)  # PyTorch counts no version
     return result
 
 
