@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 
 import sympy
 
@@ -15,12 +16,29 @@ from daceml_train.ops.random import Uniform
 from daceml_train.ops.reduction import Reduce
 from daceml_train.tensor import Dim, DType, same, simplify
 
+_JUMPS = frozenset(
+    ("floor", "ceil", "round", "trunc", "floor_divide", "fmod", "remainder", "eq", "ne", "lt", "le", "gt", "ge")
+)
+"""Elementwise operators whose results jump, so that a quotient must be exact to the last bit before them."""
+
+
+def before_jumps(leaves: Mapping[str, Leaf]) -> frozenset[str]:
+    """The values of which a rounding, a comparison, or a conversion to an integer is computed, element by element."""
+    found: set[str] = set()
+    for leaf in reversed(leaves.values()):
+        jumps = isinstance(leaf.op, Elementwise) and leaf.op.kind in _JUMPS
+        whole = isinstance(leaf.op, Cast) and not leaf.op.dtype.is_float
+        if jumps or whole or (leaf.name in found and not isinstance(leaf.op, Reduce)):
+            found.update(leaf.inputs)
+    return frozenset(found)
+
 
 class Values:
     """`text[name]` is the right-hand side of a value. Constants other than small round numbers become arguments."""
 
     def __init__(self, loops: Loops) -> None:
         self.loops, self.leaves = loops, loops.leaves
+        self.exact = before_jumps(loops.leaves)
         self.constants: dict[str, Dim] = {}
         """Symbol -> the integer to pass: a number, a size, or the bits of a double."""
         self.reals: list[str] = []
@@ -107,9 +125,12 @@ class Values:
         """A division by a constant as a multiplication: a vector division costs as much as about thirty.
 
         Reciprocal and product are both rounded. None if the reciprocal could leave the type's range, and for double,
-        which serves as the reference of comparisons.
+        which serves as the reference of comparisons. What jumps reads the quotient itself, also of other divisors,
+        whose reciprocals a compiler may compute once for many numbers.
         """
         assert isinstance(leaf.op, Elementwise)
+        if leaf.op.kind == "div" and leaf.name in self.exact and leaf.dtype.is_float:
+            return f"vm::divide<{computed(leaf.dtype).c}>({', '.join(texts)})"
         single = all(computed(self.leaves[i].dtype) is DType.float32 for i in leaf.inputs)
         divisor = self.leaves[leaf.inputs[-1]].op
         if leaf.op.kind != "div" or not single or not isinstance(divisor, Full):
