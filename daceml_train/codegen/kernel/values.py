@@ -11,22 +11,17 @@ from daceml_train.codegen.kernel.domain import Leaf
 from daceml_train.codegen.kernel.expression import cast, computed, elementwise, literal
 from daceml_train.codegen.kernel.loops import Loops
 from daceml_train.errors import Refused
-from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
+from daceml_train.ops.elementwise import JUMPS, Cast, Elementwise, Full, Iota
 from daceml_train.ops.random import Uniform
 from daceml_train.ops.reduction import Reduce
 from daceml_train.tensor import Dim, DType, same, simplify
-
-_JUMPS = frozenset(
-    ("floor", "ceil", "round", "trunc", "floor_divide", "fmod", "remainder", "eq", "ne", "lt", "le", "gt", "ge")
-)
-"""Elementwise operators whose results jump, so that a quotient must be exact to the last bit before them."""
 
 
 def before_jumps(leaves: Mapping[str, Leaf]) -> frozenset[str]:
     """The values of which a rounding, a comparison, or a conversion to an integer is computed, element by element."""
     found: set[str] = set()
     for leaf in reversed(leaves.values()):
-        jumps = isinstance(leaf.op, Elementwise) and leaf.op.kind in _JUMPS
+        jumps = isinstance(leaf.op, Elementwise) and leaf.op.kind in JUMPS
         whole = isinstance(leaf.op, Cast) and not leaf.op.dtype.is_float
         if jumps or whole or (leaf.name in found and not isinstance(leaf.op, Reduce)):
             found.update(leaf.inputs)
