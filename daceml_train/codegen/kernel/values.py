@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 
 import sympy
 
@@ -17,7 +16,7 @@ from daceml_train.ops.reduction import Reduce
 from daceml_train.tensor import Dim, DType, same, simplify
 
 
-def before_jumps(leaves: Mapping[str, Leaf]) -> frozenset[str]:
+def before_jumps(leaves: dict[str, Leaf]) -> frozenset[str]:
     """The values of which a rounding, a comparison, or a conversion to an integer is computed, element by element."""
     found: set[str] = set()
     for leaf in reversed(leaves.values()):
