@@ -241,11 +241,11 @@ class Blocks:
                 block = copy
             used.add(block)
         for target, name in graph.writes.items():
-            block = self._touch(name, end).block
-            if block == target:
+            place = self._touch(name, end)
+            if place == self.places[target]:
                 continue
             root = self.base.get(name, name)
-            if root in graph.writes and graph.writes[root] != name:
+            if root in graph.writes and (graph.writes[root] != name or place.block == target):
                 copy = f"{name} (write)"
                 self.tensors[copy] = graph.tensors[name]
                 self._new(copy, end, graph.tensors[name].strides, False)

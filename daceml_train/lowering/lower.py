@@ -410,9 +410,11 @@ class _Lowering:
 
     # ---- results ------------------------------------------------------------------------------------------------
     def source(self, value: str) -> BufferView:
-        """The buffer view of a written value; a value that is another written input is copied before any write."""
+        """The buffer view of a written value; one that lies in a written input, but for its own as it is, is copied
+        before any write.
+        """
         place, name = self.place(value), self.base(value)
-        if name in self.graph.writes and self.graph.writes[name] != value:
+        if name in self.graph.writes and (self.graph.writes[name] != value or place != self.places[name]):
             return self.copy_of(place, place.shape, Allocation.arena, f"write of {value}")
         return place
 

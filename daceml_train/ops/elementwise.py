@@ -213,6 +213,11 @@ TABLE: dict[str, Row] = {
     "logical_not": Row("logical_not(a)", (None,), result="bool"),
 }
 
+JUMPS = frozenset(
+    ("floor", "ceil", "round", "trunc", "floor_divide", "fmod", "remainder", "eq", "ne", "lt", "le", "gt", "ge")
+)
+"""Operators whose results jump where an operand changes by its last bit, so that operands are rounded as in PyTorch."""
+
 
 @dataclass(frozen=True)
 class Elementwise(Operator):

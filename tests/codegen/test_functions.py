@@ -10,7 +10,8 @@ import torch
 from daceml_train.codegen.cpu.compile import FLAGS, HEADERS, compile_kernels, compiler_command, load
 from daceml_train.ops.elementwise import TABLE
 from daceml_train.ops.functions import FUNCTIONS
-from daceml_train.ops.operator import make
+from daceml_train.ops.operator import Value, make
+from daceml_train.tensor import DType
 from tests.codegen.running import FOLDER, Case, describe, kernel_of
 
 pytestmark = pytest.mark.compiled
@@ -100,6 +101,39 @@ def test_divisions_by_constants(dtype: torch.dtype, divisor: float, ulps: float)
     got, known = case.outputs[0].numpy(), np.isfinite(want)
     np.testing.assert_array_equal(got[~known], want[~known])
     assert (np.abs(got[known] - want[known]) <= 2 * ulps * np.spacing(np.abs(want[known]))).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_quotients_that_are_rounded_or_compared(dtype: torch.dtype) -> None:
+    """Whole numbers are not missed by a bit, whatever is divided by: a constant, one number, or one for each row."""
+    special = torch.tensor([-0.0, torch.inf, -torch.inf, torch.nan, 1e-40, 3e38], dtype=dtype)
+    x = torch.cat([torch.arange(-2000, 2000, dtype=dtype), special])
+    divisors = [3, 7, 41, 49, 55, 61, 82, 97, 1e-38]
+    rows = torch.tensor([[d] for d in divisors], dtype=dtype)
+
+    def jumps(q: Value) -> list[Value]:
+        return [
+            q.unary("floor"),
+            q.unary("trunc"),
+            q.cast(DType.int32),
+            q.compare("eq", 1.0),
+            (q * 2 + 0.5).unary("ceil"),
+        ]
+
+    given = [x, rows, rows[3].clone()[0]]
+    body = kernel_of(
+        lambda x, r, s: [y for d in (*(x / d for d in divisors[:-1]), x / r, x / s) for y in jumps(d)],
+        *map(describe, given),
+    )
+    with np.errstate(invalid="ignore"):
+        case = Case("jumps", body, given)
+    path = compile_kernels([case.code], FOLDER)[case.code.key]
+    case.call(load(path, case.code.key))
+    quotients = [*(x / d for d in divisors[:-1]), x / rows, x / given[2]]
+    want = [y for q in quotients for y in (q.floor(), q.trunc(), q.to(torch.int32), q == 1, (q * 2 + 0.5).ceil())]
+    for a, b in zip(case.outputs, want, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+        assert a.dtype is torch.bool or torch.equal(a.signbit(), b.signbit()) or bool(a.isnan().any())
 
 
 def test_every_row_of_the_table_prints_and_vectorizes():

@@ -16,6 +16,7 @@ from daceml_train.lowering.program import CopyLaunch, KernelLaunch
 from daceml_train.runtime.executable import Executable
 from daceml_train.tensor import Tensor, symbol
 from daceml_train.transformations.fusion.producer_consumer import FuseElementwise
+from daceml_train.transformations.global_movement.schedule import Schedule
 from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 from tests.transformations.checking import arrays, program
 
@@ -235,6 +236,41 @@ def test_updates_in_place_need_no_copy_and_no_memory() -> None:
 def test_inputs_that_exchange_their_values() -> None:
     graph = program("a: f32[4], b: f32[4]", "write a <- %b\nwrite b <- %a", "")
     check(graph)
+
+
+def test_an_input_that_becomes_its_transpose() -> None:
+    """No element is stored over another one that is still to be read."""
+    check(program("a: f32[40, 40], b: f32[4]", "%t = permute(%a, dims=(1, 0))\nwrite a <- %t\nwrite b <- %b"))
+
+
+WAITING = {
+    "a view of what a check needs": """
+        %t = permute(%p, dims=(1, 0))
+        %m = mul(%q, %t)
+        %n = add(%p, %x)
+        %y = embedding(%n, %i)
+        write q <- %m
+        write p <- %n
+        """,
+    "a reader of both": """
+        %m = add(%q, %x)
+        %l = mul(%m, %p)
+        %e = exp(%l)
+        %n = add(%p, %x)
+        %y = embedding(%n, %i)
+        write q <- %m
+        write p <- %n
+        write r <- %e
+        """,
+}
+
+
+@pytest.mark.parametrize("case", WAITING)
+def test_states_that_a_check_needs_are_read_before(case: str) -> None:
+    """Updates wait for checks of the data, unless what they read is overwritten before the check."""
+    states = ", ".join(f"{name}: f32[160, 160]" for name in "pqr")
+    graph = program(f"x: f32[160, 160], i: i64[8], {states}", WAITING[case], "%y")
+    check(Schedule().run(UpdateInPlace().run(graph)))
 
 
 def test_versions_of_written_inputs_move() -> None:

@@ -71,12 +71,12 @@ class SliceFirst(Rewrite):
     def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
         f, cut = match.bindings["f"], match.root.op
         assert isinstance(cut, Slice)
-        rank = match.uses.graph.tensors[f.outputs[0]].rank
+        whole = match.uses.graph.tensors[f.outputs[0]].shape
         operands = []
         for name in f.inputs:
             operand = values[name]
-            dim = cut.dim - rank + operand.tensor.rank
-            if dim >= 0 and not same(operand.shape[dim], 1):
+            dim = cut.dim - len(whole) + operand.tensor.rank
+            if dim >= 0 and (same(whole[cut.dim], 1) or not same(operand.shape[dim], 1)):
                 operand = operand.slice(dim, cut.start, cut.stop, cut.step)
             operands.append(operand)
         yield from builder.emit(f.op, *operands)

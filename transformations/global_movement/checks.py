@@ -6,6 +6,7 @@ state and buffers as they were.
 
 from __future__ import annotations
 
+from daceml_train.analysis.aliases import roots
 from daceml_train.analysis.reachability import ancestors, required
 from daceml_train.graph.graph import Graph, Node
 
@@ -36,8 +37,9 @@ def committed(graph: Graph) -> Graph:
             delayed.update(node.outputs)
         else:
             early.append(node)
-    overwritten = {node.inputs[argument] for node in early for _, argument in node.op.updates}
-    if not late or any(not overwritten.isdisjoint(node.inputs) for node in late):
+    base = roots(graph)
+    overwritten = {base[node.inputs[argument]] for node in (*early, refusing[-1]) for _, argument in node.op.updates}
+    if not late or any(base[name] in overwritten for node in late for name in node.inputs):
         return graph
     result = graph.copy()
     result.nodes = [*early, refusing[-1], *late, *graph.nodes[end + 1 :]]

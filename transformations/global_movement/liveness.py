@@ -142,7 +142,9 @@ def liveness_of(graph: Graph, over: Mapping[str, Sequence[str]] | None = None) -
 def _wait_for_checks(
     graph: Graph, nodes: Sequence[Node], before: Sequence[set[int]], producer: Mapping[str, Iterable[int]]
 ) -> None:
-    """Let updates wait for all checks, which keep their order, except those on which a check depends."""
+    """Let updates wait for all checks, which keep their order, except those on which a check depends, and those that
+    precede a check in the graph because what they read is overwritten before it.
+    """
     refusing = checks(graph)
     if not refusing:
         return
@@ -153,7 +155,7 @@ def _wait_for_checks(
     for index, node in enumerate(nodes):
         updates = any(node.inputs[argument] in graph.writes for _, argument in node.op.updates)
         if updates and needed.isdisjoint(node.outputs):
-            before[index].update(i for i in producer[refusing[-1].outputs[0]] if i != index)
+            before[index].update(i for i in producer[refusing[-1].outputs[0]] if i < index)
 
 
 def reordered(graph: Graph, nodes: Iterable[Node]) -> Graph:

@@ -59,6 +59,8 @@ class UpdateInPlace(Pass):
                     continue
                 if name in needed and small(graph.tensors[name]):
                     continue  # a batch that is refused leaves it as it was
+                if rows and node.inputs[0] != target:
+                    continue  # it adds to its table, to no other operand
                 once = [base[i] for i in node.inputs].count(target) == 1
                 if once and target not in seen and (kernel is None or alike(graph, name, target)):
                     others = [r for r in readers[target] if r != index]

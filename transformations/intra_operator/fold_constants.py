@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from daceml_train.ops.elementwise import Full
+from daceml_train.ops.elementwise import JUMPS, Elementwise, Full
 from daceml_train.ops.movement import Pad
 from daceml_train.ops.operator import Array, Value
 from daceml_train.ops.reduction import Reduce
@@ -27,8 +27,8 @@ class FoldConstants(Peephole):
 
     The pass looks through views, permutations, expansions and slices of constants but does not fold them: they are
     free, and a `full` of an expanded size might have to be stored where its source is not. Floats are computed in
-    float64 and rounded once, to the element type, when they are used or become another type. NaN, expressions over
-    sizes and complex numbers are not folded. The bytes never grow.
+    float64 and rounded once, to the element type, when they are used, compared, or become another type. NaN,
+    expressions over sizes and complex numbers are not folded. The bytes never grow.
     """
 
     def rules(self) -> Rules:
@@ -40,7 +40,10 @@ def elementwise_of_full(s: Site) -> Value | None:
     numbers = [s.constant(v) for v in s.operands]
     if any(n is None for n in numbers):
         return None
-    (y,) = s.op.evaluate(*(_array(n, v.dtype) for n, v in zip(numbers, s.operands, strict=True) if n is not None))
+    known = [(n, v.dtype) for n, v in zip(numbers, s.operands, strict=True) if n is not None]
+    if isinstance(s.op, Elementwise) and s.op.kind in JUMPS:
+        known = [(_rounded(n, dtype), dtype) for n, dtype in known]
+    (y,) = s.op.evaluate(*(_array(n, dtype) for n, dtype in known))
     return _full(s, y.item())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from daceml_train.analysis.aliases import is_alias
+from daceml_train.analysis.aliases import is_alias, moved_strides
 from daceml_train.analysis.traffic import traffic
 from daceml_train.codegen.library.matmul_epilogue import WIDEST
 from daceml_train.graph.graph import Graph, Node, Role
@@ -143,12 +143,19 @@ class PackWeights(Rewrite):
 
 def side_by_side(uses: Uses, name: str) -> bool:
     """Whether the channels of images are adjacent and distinct in memory."""
-    tensor = uses.graph.tensors[name]
-    while (producer := uses.producers.get(name)) is not None and is_alias(producer.op):
+    tensors, base, chain = uses.graph.tensors, name, list[Node]()
+    while (producer := uses.producers.get(base)) is not None and is_alias(producer.op):
         if isinstance(producer.op, Expand):
             return False
-        name = producer.inputs[0]
-    return same_memory(tensor.shape, tensor.order, channels_last(4))
+        chain.append(producer)
+        base = producer.inputs[0]
+    strides = tensors[base].strides
+    for node in reversed(chain):
+        before, after = tensors[node.inputs[0]].shape, tensors[node.outputs[0]].shape
+        moved = moved_strides(node.op, before, strides, after)
+        strides = Tensor(after).strides if moved is None else moved  # which is a copy
+    lies = same_memory(tensors[name].shape, tensors[name].order, channels_last(4))
+    return lies and same(strides[1], 1)
 
 
 def number(size: Dim) -> int:

@@ -10,10 +10,21 @@ from daceml_train.codegen.kernel.domain import Leaf
 from daceml_train.codegen.kernel.expression import cast, computed, elementwise, literal
 from daceml_train.codegen.kernel.loops import Loops
 from daceml_train.errors import Refused
-from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
+from daceml_train.ops.elementwise import JUMPS, Cast, Elementwise, Full, Iota
 from daceml_train.ops.random import Uniform
 from daceml_train.ops.reduction import Reduce
 from daceml_train.tensor import Dim, DType, same, simplify
+
+
+def before_jumps(leaves: dict[str, Leaf]) -> frozenset[str]:
+    """The values of which a rounding, a comparison, or a conversion to an integer is computed, element by element."""
+    found: set[str] = set()
+    for leaf in reversed(leaves.values()):
+        jumps = isinstance(leaf.op, Elementwise) and leaf.op.kind in JUMPS
+        whole = isinstance(leaf.op, Cast) and not leaf.op.dtype.is_float
+        if jumps or whole or (leaf.name in found and not isinstance(leaf.op, Reduce)):
+            found.update(leaf.inputs)
+    return frozenset(found)
 
 
 class Values:
@@ -21,6 +32,7 @@ class Values:
 
     def __init__(self, loops: Loops) -> None:
         self.loops, self.leaves = loops, loops.leaves
+        self.exact = before_jumps(loops.leaves)
         self.constants: dict[str, Dim] = {}
         """Symbol -> the integer to pass: a number, a size, or the bits of a double."""
         self.reals: list[str] = []
@@ -107,9 +119,12 @@ class Values:
         """A division by a constant as a multiplication: a vector division costs as much as about thirty.
 
         Reciprocal and product are both rounded. None if the reciprocal could leave the type's range, and for double,
-        which serves as the reference of comparisons.
+        which serves as the reference of comparisons. What jumps reads the quotient itself, also of other divisors,
+        whose reciprocals a compiler may compute once for many numbers.
         """
         assert isinstance(leaf.op, Elementwise)
+        if leaf.op.kind == "div" and leaf.name in self.exact and leaf.dtype.is_float:
+            return f"vm::divide<{computed(leaf.dtype).c}>({', '.join(texts)})"
         single = all(computed(self.leaves[i].dtype) is DType.float32 for i in leaf.inputs)
         divisor = self.leaves[leaf.inputs[-1]].op
         if leaf.op.kind != "div" or not single or not isinstance(divisor, Full):

@@ -18,6 +18,7 @@ from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.codegen.kernel.analysis import analyze
 from daceml_train.codegen.kernel.domain import Domain, Leaf
 from daceml_train.codegen.kernel.loops import Layout
+from daceml_train.codegen.kernel.values import before_jumps
 from daceml_train.codegen.library.launch import launch_of
 from daceml_train.codegen.library.tile_schedule import TileSchedule, few
 from daceml_train.errors import Refused
@@ -112,6 +113,7 @@ class _Nest:
     def __init__(self, domain: Domain, operands: Sequence[Layout], results: Sequence[Layout]) -> None:
         self.domain, self.leaves, self.sizes = domain, domain.leaves, domain.sizes
         self.operands, self.results = operands, results
+        self.exact = before_jumps(self.leaves)
         self.reductions = [leaf for leaf in self.leaves.values() if leaf.reduced]
         self.reduced = self.reductions[0].reduced if self.reductions else frozenset[int]()
         self.outer = [a for a in range(len(self.sizes)) if a not in self.reduced]
@@ -373,6 +375,8 @@ class _Tile:
             return self.value(leaf.inputs[0], du, j)
         assert isinstance(leaf.op, Elementwise)
         scope = dict(zip("abc", (self.value(i, du, j) for i in leaf.inputs), strict=False))
+        if leaf.op.kind == "div" and leaf.name in self.nest.exact:
+            return f"divide({scope['a']}, {scope['b']})"
         return _cpp(ast.parse(leaf.op.row.expression, mode="eval").body, scope, w)
 
 

@@ -70,6 +70,19 @@ def normalized(length: int, size: int) -> tuple[Kernel, list[Tensor]]:
     return Kernel(("x",), body, ("y",)), [Tensor((5, length + size - 1))]
 
 
+def counted(length: int, size: int) -> tuple[Kernel, list[Tensor]]:
+    """Quotients that are compared."""
+    body = (
+        Statement(windows(length, size), ("x",), ("w",)),
+        statement("div", "w k", "q"),
+        statement("full", "", "o", value=1.0, shape=(), dtype=DType.float32),
+        statement("ge", "q o", "b"),
+        statement("where", "b w o", "p"),
+        statement("reduce", "p", "s", kind="sum", dims=(2,)),
+    )
+    return Kernel(("x", "k"), body, ("s",)), [Tensor((5, length + size - 1)), Tensor((size,))]
+
+
 def copied(length: int, size: int) -> tuple[Kernel, list[Tensor]]:
     body = (Statement(windows(length, size), ("x",), ("w",)), statement("cast", "w", "y", dtype=DType.float32))
     return Kernel(("x",), body, ("y",)), [Tensor((5, length + size - 1))]
@@ -77,7 +90,7 @@ def copied(length: int, size: int) -> tuple[Kernel, list[Tensor]]:
 
 @pytest.mark.compiled
 def test_values(tmp_path) -> None:
-    producers = (sums, lambda n, k: sums(n, k, "max"), lambda n, k: sums(n, k, "min"), normalized, copied)
+    producers = (sums, lambda n, k: sums(n, k, "max"), lambda n, k: sums(n, k, "min"), normalized, counted, copied)
     codes, cases = [], []
     for make_case in producers:
         for length in (4, 16, 28, 67):

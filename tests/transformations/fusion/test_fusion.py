@@ -293,6 +293,16 @@ def test_overlapping_slices_stay() -> None:
     assert refusals == {"the slices of s overlap, so elements would be computed twice"}
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_slices_of_nothing(size: int) -> None:
+    """A dimension of size 1 is not broadcast where it is sliced itself."""
+    body = "%s = add(%x, %b)\n%a = slice(%s, dim=1, start=0, stop=0)\n%c = concat(%a, %y, dim=1)"
+    before = program(f"x: f32[4, {size}], b: f32[1], y: f32[4, 2]", body, "%c")
+    after = SliceFirst().run(before)
+    check_same(before, after)
+    assert after.applied == 1
+
+
 def test_a_whole_reader_keeps_the_slice_before_it() -> None:
     graph = program("x: f32[6]", "%s = exp(%x)\n%a = slice(%s, dim=0, start=0, stop=4)\n%b = neg(%s)", "%a, %b")
     assert [m.refusal for m in SliceFirst().matches(graph)] == ["s is also read by neg as a whole"]

@@ -206,3 +206,11 @@ def test_a_kernel_that_waits_is_waited_for() -> None:
     verify(after)
     check_same(graph, after, exact=False)
     assert in_place(after) == {"p", "q"}
+
+
+@pytest.mark.parametrize("target", ["t", "r"])
+def test_rows_are_added_to_the_table_alone(target: str) -> None:
+    """A state whose rows are added to another array takes a copy of the sum: that array stays as it is."""
+    body = f"%n = add_rows(%t, %i, %r)\nwrite {target} <- %n"
+    graph = updated("t: f32[6, 4], i: i64[6], r: f32[6, 4]", body)
+    assert in_place(graph) == ({"t"} if target == "t" else set())

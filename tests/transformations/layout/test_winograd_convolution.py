@@ -70,6 +70,11 @@ REFUSED = {
         f"%y = convolution(%x, %w, {THREE})",
         "the channels of %x are not adjacent in memory",
     ),
+    "every second channel": (
+        "z: f32[8, 32, 10, 9]@0231, w: f32[32, 16, 3, 3]",
+        f"%x = slice(%z, dim=1, start=0, stop=32, step=2)\n%y = convolution(%x, %w, {THREE})",
+        "the channels of %x are not adjacent in memory",
+    ),
     "few": (
         f"x: f32[2, 16, 10, 9]@0231, {W}",
         f"%y = convolution(%x, %w, {THREE})",

@@ -61,6 +61,7 @@ VM double sign(double a) { double s = a > 0.0 ? 1.0 : 0.0; return a < 0.0 ? -1.0
 template <typename T> VM T sign(T a) { return (T)((a > 0) - (a < 0)); }
 
 // ---- division and rounding ----------------------------------------------------------------------------------------
+template <typename T> VM T divide(T a, T b) { return a / b; }
 template <typename T> VM T truncate_divide(T a, T b) { return b == 0 ? 0 : b == (T)-1 ? (T)(0 - a) : (T)(a / b); }
 template <typename T> VM T floor_divide(T a, T b) {
   T q = truncate_divide(a, b);

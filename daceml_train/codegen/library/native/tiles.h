@@ -37,6 +37,19 @@ template <typename V> static inline V smaller(V a, V b) {
 }
 template <typename V> static inline V absolute(V a) { return a < 0 ? -a : a; }
 
+// Rounded once: see native/vector_math.h.
+template <typename V> static inline V divide(V a, V b) {
+  constexpr int n = sizeof(V) / 4;
+  float x[n], y[n];
+  memcpy(x, &a, sizeof(V));
+  memcpy(y, &b, sizeof(V));
+#pragma omp simd
+  for (int i = 0; i < n; ++i) y[i] = vm::divide(x[i], y[i]);
+  V r;
+  memcpy(&r, y, sizeof(V));
+  return r;
+}
+
 // A function of one number, for every lane.
 template <typename V, typename F> static inline V each(V a, F f) {
   constexpr int n = sizeof(V) / 4;

@@ -43,6 +43,14 @@ VM double sign(double a) { double s = a > 0.0 ? 1.0 : 0.0; return a < 0.0 ? -1.0
 template <typename T> VM T sign(T a) { return (T)((a > 0) - (a < 0)); }
 
 // ---- division and rounding ----------------------------------------------------------------------------------------
+VM float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+VM double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
+// Rounded once, though the flags allow `a / b` to become a product with the reciprocal, which its remainder mends
+// (Markstein, 1990). Zeros keep their signs; infinities and NaN have no remainder.
+template <typename T> VM T divide(T a, T b) {
+  const T r = 1 / b, q = a / b, rest = fused(-b, q, a), y = fused(rest, r, q);
+  return (rest != 0) & (y - y == 0) ? y : q;
+}
 VM float floor(float a) { return __builtin_floorf(a); }
 VM double floor(double a) { return __builtin_floor(a); }
 VM float ceil(float a) { return __builtin_ceilf(a); }

@@ -7,6 +7,8 @@ namespace product {
 
 constexpr int64_t TRANSFORMED = 5 << 18;  // bytes of transformed images at a time, as in codegen/library/matmul_epilogue.py
 constexpr int64_t TILES = 96;             // most tiles at a time
+constexpr int64_t WHOLE = 12;             // tiles at a time are a multiple of it, whatever the width of vectors is
+static_assert(WHOLE % USUAL == 0 && TILES % WHOLE == 0, "tiles at a time are whole tiles of rows");
 
 // B^T d B of a tile of 4x4 pixels; `to` are 16 rows `step` elements apart.
 static inline void transform(const float* const* pixels, int64_t channels, float* to, int64_t step) {
@@ -60,8 +62,8 @@ class Tiles {
     zero_ = (float*)scratch;
     memset(zero_, 0, pitch_ * sizeof(float));
     images_ = zero_ + pitch_;
-    int64_t most = TRANSFORMED / (16 * pitch_ * (int64_t)sizeof(float)) / USUAL * USUAL;
-    most_ = most < USUAL ? USUAL : most < TILES ? most : TILES;
+    int64_t most = TRANSFORMED / (16 * pitch_ * (int64_t)sizeof(float)) / WHOLE * WHOLE;
+    most_ = most < WHOLE ? WHOLE : most < TILES ? most : TILES;
     sums_ = images_ + 16 * most_ * pitch_;
   }
 

@@ -179,7 +179,7 @@ static void weight_gradient(void** pointers, const int64_t* integers) {
   Gradient s;
   memcpy(&s, integers + 2, sizeof(Gradient));
   const float *g = (const float*)pointers[0], *x = (const float*)pointers[1];
-  float *w = (float*)pointers[2], *parts = (float*)pointers[4];
+  float *w = (float*)pointers[2], *parts = s.parts > 1 ? (float*)pointers[4] : nullptr;
   char* scratch = (char*)pointers[3];
   const int64_t across = (s.outer + SIDE - 1) / SIDE, squares = (s.channels + SIDE - 1) / SIDE * across;
   const int64_t square = 16 * SIDE * SIDE, tiles = s.tiles();
