@@ -69,6 +69,8 @@ template <typename T> VM T floor_divide(T a, T b) {
 template <typename T> VM T fmod(T a, T b) { return b == 0 || b == (T)-1 ? 0 : (T)(a % b); }
 VM float fmod(float a, float b) { return fmodf(a, b); }
 VM double fmod(double a, double b) { return ::fmod(a, b); }
+VM float divide(float a, float b) { return a / b; }
+VM double divide(double a, double b) { return a / b; }
 template <typename T> VM T quotient(T a, T b) {  // rounded down; from the remainder, which rounding does not touch
   T r = fmod(a, b), q = (a - r) / b;
   q = r != 0 && (b < 0) != (r < 0) ? q - 1 : q;

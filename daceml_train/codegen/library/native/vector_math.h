@@ -55,6 +55,7 @@ VM float fmod(float a, float b) {  // exact while the quotient is below 2^29
   double x = a, y = __builtin_fabs((double)b);
   double r = x - y * __builtin_trunc(x / y);
   r = r * x < 0 ? r + (x < 0 ? -y : y) : r;  // the quotient was rounded up
+  r = __builtin_fabs(r) >= y ? r - (x < 0 ? -y : y) : r;  // or down, as a product with the reciprocal may be
   return y == __builtin_inf() && x - x == 0 ? a : (float)__builtin_copysign(r, x);
 }
 VM double fmod(double a, double b) { return __builtin_fmod(a, b); }
@@ -62,6 +63,13 @@ template <typename T> VM T fmod(T a, T b) { return b == 0 || b == (T)-1 ? 0 : (T
 template <typename T> VM T remainder(T a, T b) {  // with the sign of b
   T r = fmod(a, b), s = (T)(r + b);
   return ((r < 0) & (b > 0)) | ((r > 0) & (b < 0)) ? s : r;
+}
+// Division as IEEE 754 has it, where the compiler may multiply by the reciprocal: for float, a product in double is
+// nearer to the quotient than any number halfway between two floats; for double, the remainder corrects the product.
+VM float divide(float a, float b) { return (float)((double)a * (1.0 / (double)b)); }
+VM double divide(double a, double b) {
+  double y = 1.0 / b, q = a * y, r = __builtin_fma(-q, b, a);
+  return r != 0 && r - r == 0 ? __builtin_fma(r, y, q) : q;
 }
 template <typename T> VM T quotient(T a, T b) {  // rounded down; from the remainder, which rounding does not touch
   T r = fmod(a, b), q = (a - r) / b;
