@@ -125,7 +125,8 @@ class NLLLoss(Operator):
             return None, None, (None,) * len(class_weight)
         classes = Classes(target, logp.shape, self.ignore_index)
         g = wide(grad_loss) / total if self.reduction == "mean" else wide(grad_loss)
-        each = (-g * classes.weights(class_weight, g.dtype)).view(classes.column)
+        weights = classes.weights(class_weight, g.dtype)
+        each = classes.valid().where(-g * weights, 0.0).view(classes.column)  # zero also where nothing counts
         return classes.hot().where(each, 0.0).cast(logp.dtype), None, (None,) * len(class_weight)
 
     def flops(self, *operands: Tensor) -> Dim:

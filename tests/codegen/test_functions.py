@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,6 +81,7 @@ def test_special_arguments():
             np.testing.assert_allclose(got.numpy(), want, rtol=1e-6, atol=1e-38, err_msg=kind)
 
 
+@pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "divisor", "ulps"),
     [
@@ -90,17 +92,73 @@ def test_special_arguments():
         (torch.float64, 3.0, 0.5),
     ],
 )
-def test_divisions_by_constants(dtype: torch.dtype, divisor: float, ulps: float) -> None:
-    """They are products where the reciprocal is well within range, and float's digits are enough."""
+def test_divisions_by_constants(dtype: torch.dtype, divisor: float, ulps: float, inner: bool) -> None:
+    """Those that are not stored are products where the reciprocal is well within range, and float's digits are enough."""
     x = torch.cat([torch.linspace(-9, 9, 4001, dtype=dtype), torch.tensor([0.0, torch.inf, torch.nan], dtype=dtype)])
-    case = Case("division", kernel_of(lambda x: x / divisor, describe(x)), [x])
+    case = Case("division", kernel_of(lambda x: x / divisor * 1.0 if inner else x / divisor, describe(x)), [x])
     path = compile_kernels([case.code], FOLDER)[case.code.key]
     case.call(load(path, case.code.key))
     with np.errstate(all="ignore"):
         want = x.numpy() / np.dtype(str(dtype).removeprefix("torch.")).type(divisor)
     got, known = case.outputs[0].numpy(), np.isfinite(want)
     np.testing.assert_array_equal(got[~known], want[~known])
-    assert (np.abs(got[known] - want[known]) <= 2 * ulps * np.spacing(np.abs(want[known]))).all()
+    assert (np.abs(got[known] - want[known]) <= 2 * ulps * inner * np.spacing(np.abs(want[known]))).all()
+
+
+DECIDING: dict[str, Any] = {
+    "floor": lambda q, x, d: q.unary("floor"),
+    "ceil of a sum": lambda q, x, d: (q + 2.0).unary("ceil"),
+    "trunc": lambda q, x, d: q.unary("trunc"),
+    "integer": lambda q, x, d: q.cast(DType.int64),
+    "comparison": lambda q, x, d: q.apply(make("eq"), q.unary("round")),
+    "floor_divide": lambda q, x, d: x.apply(make("floor_divide"), d),
+    "remainder": lambda q, x, d: x.apply(make("remainder"), d),
+    "fmod": lambda q, x, d: x.apply(make("fmod"), d),
+}
+"""What a quotient `q` of `x` and `d` decides."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("divisor", [41.0, 49.0, 0.1, None])
+def test_quotients_that_decide_are_exact(divisor: float | None, dtype: torch.dtype) -> None:
+    """A product with the reciprocal is none: 41 times a 41st of single precision is less than 1."""
+    x = torch.arange(-3000, 3000, dtype=dtype) * (0.1 if divisor == 0.1 else 1.0)
+    d = torch.tensor(49.0, dtype=dtype)
+
+    def body(x, given):
+        by = given if divisor is None else x.constant(divisor)
+        return [decide(x.apply(make("div"), by), x, by) for decide in DECIDING.values()]
+
+    case = Case("deciding", kernel_of(body, describe(x), describe(d)), [x, d])
+    path = compile_kernels([case.code], FOLDER)[case.code.key]
+    case.call(load(path, case.code.key))
+    by, got = (
+        d if divisor is None else torch.tensor(divisor, dtype=dtype),
+        dict(zip(DECIDING, case.outputs, strict=True)),
+    )
+    q = x / by
+    want = {
+        "floor": q.floor(), "ceil of a sum": (q + 2).ceil(), "trunc": q.trunc(), "integer": q.long(),
+        "comparison": q == q.round(), "floor_divide": x // by, "remainder": x % by, "fmod": x.fmod(by),
+    }  # fmt: skip
+    for name, expected in want.items():
+        assert torch.equal(got[name], expected), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_computed_16_bit_floats_are_rounded_where_a_digit_decides(dtype: torch.dtype) -> None:
+    x = torch.arange(-256, 256).to(dtype)
+    steps = {"floor": torch.floor, "round": torch.round, "lt": lambda v: v < 20, "integer": lambda v: v.long()}
+
+    def body(x):
+        y = x * 0.3
+        return [y.unary("floor"), y.unary("round"), y.compare("lt", 20), y.cast(DType.int64)]
+
+    case = Case("rounded", kernel_of(body, describe(x)), [x])
+    path = compile_kernels([case.code], FOLDER)[case.code.key]
+    case.call(load(path, case.code.key))
+    for (name, step), got in zip(steps.items(), case.outputs, strict=True):
+        assert torch.equal(got, step(x * 0.3)), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -149,3 +149,40 @@ def test_what_linear_algebra_cannot_compute_raises(name: str) -> None:
     with pytest.raises(ExecutionError, match=r"singular|zero|positive-definite"):
         compiled(bad)
     assert_compiled(compiled)
+
+
+RAISING: dict[str, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]]] = {
+    "probabilities": (
+        F.binary_cross_entropy,
+        (torch.tensor([0.0, 1.0]),) * 2,
+        (torch.tensor([0.5, 1.5]), torch.ones(2)),
+    ),
+    "labels": (F.binary_cross_entropy, (torch.tensor([0.0, 1.0]),) * 2, (torch.ones(2), torch.tensor([2.0, 1.0]))),
+    **{
+        name: (function, (torch.tensor([7, -7]), torch.tensor([2, -3])), (torch.tensor([7, -7]), torch.tensor([2, 0])))
+        for name, function in {
+            "floor": lambda a, b: a // b,
+            "remainder": lambda a, b: a % b,
+            "fmod": torch.fmod,
+            "rounding mode": lambda a, b: torch.div(a, b, rounding_mode="floor"),
+        }.items()
+    },
+}
+"""Functions whose operands eager execution checks, operands that it takes, and some that it refuses."""
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_operands_that_eager_execution_refuses(name: str) -> None:
+    function, taken, refused = RAISING[name]
+
+    class Module(nn.Module):
+        def forward(self, *operands: Tensor) -> Any:
+            return function(*operands)
+
+    compiled = dt.optimize(Module())
+    torch.testing.assert_close(compiled(*taken), function(*taken))
+    with pytest.raises(RuntimeError) as expected:
+        function(*refused)
+    with pytest.raises(ExecutionError, match=str(expected.value)):
+        compiled(*refused)
+    assert_compiled(compiled)

@@ -52,16 +52,17 @@ def test_cross_entropy(shape: tuple[int, ...], reduction: str, ignored: bool, sm
     check_differences(op, [x, t], [0], [0])
 
 
+@pytest.mark.parametrize("ignored", [9, 1])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_nothing_counts(reduction: str) -> None:
-    """A mean over no target is NaN, a sum is zero."""
-    x, t = numbers(3, 4), np.full(3, 9)
+def test_nothing_counts(reduction: str, ignored: int) -> None:
+    """A mean over no target is NaN, a sum is zero; gradients are zero, also of the class that is ignored."""
+    x, t = numbers(3, 4), np.full(3, ignored)
     options = {"smooth": False, "second": False}
-    torch_options = {"reduction": reduction, "ignore_index": 9}
+    torch_options = {"reduction": reduction, "ignore_index": ignored}
     entropy = lambda x, t: (F.cross_entropy(x, t, **torch_options), None, None, None)  # noqa: E731
     likelihood = lambda x, t: (F.nll_loss(x, t, **torch_options), None)  # noqa: E731
-    check_op(CrossEntropy(reduction, 9), x, t, reference=entropy, **options)
-    check_op(NLLLoss(reduction, 9), x, t, reference=likelihood, **options)
+    check_op(CrossEntropy(reduction, ignored), x, t, reference=entropy, **options)
+    check_op(NLLLoss(reduction, ignored), x, t, reference=likelihood, **options)
 
 
 def test_masked_logits() -> None:

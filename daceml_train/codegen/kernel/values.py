@@ -7,7 +7,7 @@ import struct
 import sympy
 
 from daceml_train.codegen.kernel.domain import Leaf
-from daceml_train.codegen.kernel.expression import cast, computed, elementwise, literal
+from daceml_train.codegen.kernel.expression import HALVES, cast, computed, elementwise, literal, rounded
 from daceml_train.codegen.kernel.loops import Loops
 from daceml_train.errors import Refused
 from daceml_train.ops.elementwise import JUMPS, Cast, Elementwise, Full, Iota
@@ -32,12 +32,13 @@ class Values:
 
     def __init__(self, loops: Loops) -> None:
         self.loops, self.leaves = loops, loops.leaves
-        self.exact = before_jumps(loops.leaves)
         self.constants: dict[str, Dim] = {}
         """Symbol -> the integer to pass: a number, a size, or the bits of a double."""
         self.reals: list[str] = []
         """The symbols that are bits of a double."""
         self.constant_text = {n: self.constant(leaf) for n, leaf in self.leaves.items() if isinstance(leaf.op, Full)}
+        self.stored = {result.leaf for result in loops.domain.results}
+        self.deciding = before_jumps(self.leaves)
         self.text = {name: self._text(leaf) for name, leaf in self.leaves.items()}
 
     def parameter(self, value: Dim) -> str:
@@ -93,11 +94,12 @@ class Values:
         kinds = [self.leaves[i].dtype for i in leaf.inputs]
         match op:
             case Elementwise():
+                texts = [self._seen(op, i, text) for i, text in zip(leaf.inputs, texts, strict=True)]
                 lane = self._lane_test(leaf)
                 if lane is not None:
                     return lane
-                if (product := self._product(leaf, texts)) is not None:
-                    return product
+                if (quotient := self._quotient(leaf, texts)) is not None:
+                    return quotient
                 values = [o.value if isinstance(o := self.leaves[i].op, Full) else None for i in leaf.inputs]
                 return elementwise(op, texts, kinds, [v if isinstance(v, int | float) else None for v in values])
             case Cast():
@@ -115,25 +117,35 @@ class Values:
                 return f"vm::uniform_{leaf.dtype.c}(vm::random_key({texts[0]}, {stream}), {self.index_text(leaf)})"
         raise Refused(f"{op.label} has no C++ form")
 
-    def _product(self, leaf: Leaf, texts: list[str]) -> str | None:
+    def _seen(self, op: Elementwise, name: str, text: str) -> str:
+        """An operand as eager execution sees it where its last digit decides: a computed 16-bit float is rounded."""
+        leaf = self.leaves[name]
+        exact = leaf.op is None or isinstance(leaf.op, Cast | Full | Iota) or leaf.dtype not in HALVES
+        return text if exact or op.kind not in JUMPS else rounded(text, leaf.dtype)
+
+    def _quotient(self, leaf: Leaf, texts: list[str]) -> str | None:
         """A division by a constant as a multiplication: a vector division costs as much as about thirty.
 
-        Reciprocal and product are both rounded. None if the reciprocal could leave the type's range, and for double,
-        which serves as the reference of comparisons. What jumps reads the quotient itself, also of other divisors,
-        whose reciprocals a compiler may compute once for many numbers.
+        Reciprocal and product are both rounded: 41 times a 41st is less than 1. So a quotient that is stored, or whose
+        last digit may decide a result, is exact; the compiler, too, may multiply by the reciprocal. None if that could
+        leave the type's range, and for other quotients in double, which serves as the reference of comparisons.
         """
         assert isinstance(leaf.op, Elementwise)
-        if leaf.op.kind == "div" and leaf.name in self.exact and leaf.dtype.is_float:
-            return f"vm::divide<{computed(leaf.dtype).c}>({', '.join(texts)})"
-        single = all(computed(self.leaves[i].dtype) is DType.float32 for i in leaf.inputs)
+        if leaf.op.kind != "div" or not leaf.dtype.is_float:
+            return None
+        exact = f"vm::divide<{computed(leaf.dtype).c}>({texts[0]}, {texts[1]})"
+        if leaf.name in self.deciding:
+            return exact
         divisor = self.leaves[leaf.inputs[-1]].op
-        if leaf.op.kind != "div" or not single or not isinstance(divisor, Full):
+        if not isinstance(divisor, Full):
             return None
         value = divisor.value
         known = not isinstance(value, sympy.Expr) or value.is_number
         if known and not 1e-30 < abs(float(value)) < 1e30:
             return None
-        return f"({texts[0]} * (1.0f / {texts[1]}))"
+        if leaf.name in self.stored:
+            return exact
+        return f"({texts[0]} * (1.0f / {texts[1]}))" if computed(leaf.dtype) is DType.float32 else None
 
     def _lane_test(self, leaf: Leaf) -> str | None:
         """`iota == value` with one value for all lanes, in 32 bits: 64-bit comparisons halve the speed of a loop."""

@@ -26,7 +26,7 @@ im2col col2im index_add index_copy index_fill renorm cdist pdist take bernoulli
 reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
 upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
 _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
-roll max_unpool2d max_unpool3d multi_margin_loss multilabel_margin_loss_forward
+roll baddbmm addr max_unpool2d max_unpool3d multi_margin_loss multilabel_margin_loss_forward
 """
 KEPT = frozenset(_KEPT.split())
 """Not decomposed: there is an operator for it, its parts would lose a gradient at a kink, or ATen has a kernel."""

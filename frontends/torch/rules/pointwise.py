@@ -6,6 +6,7 @@ import functools
 import math
 from typing import Any
 
+from daceml_train.frontends.torch.capture.requirements import required
 from daceml_train.frontends.torch.rules.translate import RULES, Translator, promote, rule
 from daceml_train.ops.operator import Value
 from daceml_train.tensor import DType
@@ -76,7 +77,7 @@ def _binary(t: Translator, a: Number, b: Number, *, kind: str) -> Value:
     return t.emit(kind, t.value(a, dtype), t.value(b, dtype))
 
 
-for _kind in ("mul", "fmod", "div"):
+for _kind in ("mul", "div"):
     RULES[f"aten.{_kind}.Tensor"] = RULES[f"aten.{_kind}.Scalar"] = functools.partial(_binary, kind=_kind)
 for _kind in ("maximum", "minimum", "atan2", "hypot"):
     RULES[f"aten.{_kind}.default"] = functools.partial(_binary, kind=_kind)
@@ -85,10 +86,31 @@ for _kind in ("maximum", "minimum", "atan2", "hypot"):
 RULES["aten.copysign.Tensor"] = RULES["aten.copysign.Scalar"] = functools.partial(_binary, kind="copysign")
 
 
+def _divisor(t: Translator, b: Number, dtype: DType) -> Value | None:
+    """A divisor of `dtype`; an integer must not be zero when the program runs, nor as a number, which None says."""
+    if dtype.is_float:
+        return t.value(b, dtype)
+    if not isinstance(b, Value):
+        return None if b == 0 else t.value(b, dtype)
+    divisor = b.cast(dtype)
+    return required(t, divisor.compare("ne", 0), "ZeroDivisionError").where(divisor, 1)
+
+
+@rule("fmod.Tensor", "fmod.Scalar")
+def _fmod(t: Translator, a: Number, b: Number) -> Value | None:
+    dtype = t.type.dtype
+    second = _divisor(t, b, dtype)
+    return None if second is None else t.emit("fmod", t.value(a, dtype), second)
+
+
 @rule("binary_cross_entropy.default")
 def _binary_cross_entropy(
     t: Translator, x: Value, target: Value, weight: Value | None = None, reduction: int = 1
 ) -> Value:
+    for operand, what in ((x, "input"), (target, "target")):
+        inside = t.emit("logical_and", operand.compare("ge", 0), operand.compare("le", 1))
+        holds = required(t, inside, f"all elements of {what} should be between 0 and 1")
+        x = holds.where(x, 0.0)
     losses = t.emit("bce", x, target)
     losses = losses if weight is None else losses * weight
     dims = tuple(range(len(losses.shape)))
@@ -178,25 +200,28 @@ def _rsub(t: Translator, a: Number, b: Number, alpha_: Number = 1, alpha: Number
 @rule("div.Tensor_mode", "div.Scalar_mode")
 def _div_mode(t: Translator, a: Number, b: Number, rounding_mode: str | None = None) -> Value | None:
     dtype = t.type.dtype
-    first, second = t.value(a, dtype), t.value(b, dtype)
     match rounding_mode:
         case None:
-            return t.emit("div", first, second)
+            return t.emit("div", t.value(a, dtype), t.value(b, dtype))
         case "floor":
-            return t.emit("floor_divide", first, second)
+            return _floor_divide(t, a, b)
         case _:
-            return t.emit("div", first, second).unary("trunc") if dtype.is_float else None
+            return t.emit("div", t.value(a, dtype), t.value(b, dtype)).unary("trunc") if dtype.is_float else None
 
 
 @rule("floor_divide.default", "floor_divide.Scalar")
-def _floor_divide(t: Translator, a: Number, b: Number) -> Value:
-    return _binary(t, a, b, kind="floor_divide")
+def _floor_divide(t: Translator, a: Number, b: Number) -> Value | None:
+    dtype = t.type.dtype
+    second = _divisor(t, b, dtype)
+    return None if second is None else t.emit("floor_divide", t.value(a, dtype), second)
 
 
 @rule("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor")
-def _remainder(t: Translator, a: Number, b: Number) -> Value:
+def _remainder(t: Translator, a: Number, b: Number) -> Value | None:
     dtype = t.type.dtype
-    first, second = t.value(a, dtype), t.value(b, dtype)
+    first, second = t.value(a, dtype), _divisor(t, b, dtype)
+    if second is None:
+        return None
     if dtype.is_float:
         return t.emit("remainder", first, second)
     return first - second * t.emit("floor_divide", first, second)

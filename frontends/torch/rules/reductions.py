@@ -161,20 +161,31 @@ def _matmul(t: Translator, a: Value, b: Value) -> Value:
     return a @ b
 
 
-@rule("addmm.default", "baddbmm.default")
-def _addmm(t: Translator, c: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1) -> Value:
-    y = a @ b
+def _plus(t: Translator, y: Value, c: Value, beta: float, alpha: float) -> Value:
+    """`alpha * y + beta * c`; a factor of zero ignores `c`, also where it is NaN."""
     if alpha != 1:
         y = y * t.value(alpha, y.dtype)
     if beta == 0:
-        return t.connected(y, c)
+        return t.connected(y.expand(t.type.shape), c)
     return y + (c if beta == 1 else c * t.value(beta, c.dtype))
+
+
+@rule("addmm.default", "baddbmm.default")
+def _addmm(t: Translator, c: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1) -> Value:
+    return _plus(t, a @ b, c, beta, alpha)
 
 
 @rule("addbmm.default")
 def _addbmm(t: Translator, c: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1) -> Value:
-    y = (a @ b).sum((0,)) * t.value(alpha, a.dtype)
-    return y + c * t.value(beta, c.dtype)
+    return _plus(t, (a @ b).sum((0,)), c, beta, alpha)
+
+
+@rule("addr.default")
+def _addr(t: Translator, c: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1) -> Value | None:
+    if not t.type.dtype.is_float:
+        return None
+    c, a, b = (x.cast(t.type.dtype) for x in (c, a, b))
+    return _plus(t, a.view((*a.shape, 1)) * b.view((1, *b.shape)), c, beta, alpha)
 
 
 @rule("mv.default")
@@ -184,8 +195,7 @@ def _mv(t: Translator, a: Value, b: Value) -> Value:
 
 @rule("addmv.default")
 def _addmv(t: Translator, c: Value, a: Value, b: Value, *, beta: float = 1, alpha: float = 1) -> Value:
-    y = _mv(t, a, b) * t.value(alpha, a.dtype)
-    return y + c * t.value(beta, c.dtype)
+    return _plus(t, (a @ b.view((*b.shape, 1))).view(a.shape[:1]), c, beta, alpha)
 
 
 @rule("dot.default")

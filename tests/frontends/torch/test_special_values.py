@@ -132,3 +132,29 @@ def test_compilers_keep_what_arithmetic_does_with_special_values(name: str, tmp_
     assert torch.equal(torch.signbit(results[~results.isnan()]), torch.signbit(y[~y.isnan()]))
     (ours,), (theirs,) = (torch.autograd.grad(v.nansum(), x) for v in (results, y))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+FACTORS: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
+    "addmm": (torch.addmm, ((2, 3), (2, 4), (4, 3))),
+    "baddbmm": (torch.baddbmm, ((5, 2, 3), (5, 2, 4), (5, 4, 3))),
+    "addbmm": (torch.addbmm, ((2, 3), (5, 2, 4), (5, 4, 3))),
+    "addmv": (torch.addmv, ((2,), (2, 4), (4,))),
+    "addr": (torch.addr, ((2, 3), (2,), (3,))),
+}
+
+
+@pytest.mark.parametrize("beta", [0, 2])
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_factor_of_zero_ignores_what_it_multiplies(name: str, beta: int) -> None:
+    """The first operand of `addmm` and its like may then be NaN; its gradient is zero, which is not none."""
+    torch._dynamo.reset()
+    function, (first, *others) = FACTORS[name]
+    c = torch.full(first, math.nan if beta == 0 else 1.5, dtype=torch.float64, requires_grad=True)
+    a, b = (torch.rand(shape, dtype=torch.float64, requires_grad=True) for shape in others)
+    backend = Interpreting()
+    result = torch.compile(lambda *v: function(*v, beta=beta, alpha=3), backend=backend, fullgraph=True)(c, a, b)
+    y = function(c, a, b, beta=beta, alpha=3)
+    y.sum().backward()
+    np.testing.assert_allclose(np.asarray(result.detach()), y.detach().numpy(), rtol=1e-13)
+    for operand in (c, a, b):
+        np.testing.assert_allclose(backend.gradients[id(operand)], operand.grad.numpy(), rtol=1e-13)

@@ -63,6 +63,7 @@ VM float fmod(float a, float b) {  // exact while the quotient is below 2^29
   double x = a, y = __builtin_fabs((double)b);
   double r = x - y * __builtin_trunc(x / y);
   r = r * x < 0 ? r + (x < 0 ? -y : y) : r;  // the quotient was rounded up
+  r = __builtin_fabs(r) >= y ? r - (x < 0 ? -y : y) : r;  // or down, as a product with the reciprocal may be
   return y == __builtin_inf() && x - x == 0 ? a : (float)__builtin_copysign(r, x);
 }
 VM double fmod(double a, double b) { return __builtin_fmod(a, b); }
