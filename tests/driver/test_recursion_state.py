@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 import daceml_train as dt
+from daceml_train.frontends.torch.recursion.watches import CONTENTS, Contents
 from tests.driver.test_forests import compare
 
 TREES: list[Any] = [((1, 2), 3), (4, 5)]
@@ -320,3 +321,19 @@ def test_records_are_kept_while_nothing_changes() -> None:
         model.scale += count
     assert len(structures.memo) == 1, "a number that no block reads"
     assert len(next(iter(structures.last.values()))) == 2
+
+
+def test_contents_of_pytorch_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a program replaces a function of PyTorch in every call, what was there before is not kept for good."""
+    contents, functions = Contents(), [lambda x, k=k: k for k in range(CONTENTS + 5)]
+    first = contents.of(())
+    with monkeypatch.context() as change:
+        numbers = []
+        for function in functions:
+            change.setattr(torch, "relu", function)
+            numbers.append(contents.of(()))
+        assert len({first, *numbers}) == len(functions) + 1
+        assert len(contents.seen) == CONTENTS
+        change.setattr(torch, "relu", functions[-2])
+        assert contents.of(()) == numbers[-2]
+    assert contents.of(()) not in (first, *numbers)

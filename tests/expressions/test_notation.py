@@ -318,6 +318,31 @@ def test_forward_mode_is_refused(derivative) -> None:
             double(x, torch.autograd.forward_ad.make_dual(x, x))
 
 
+@dt.expression
+def gate(x, w):
+    B, C = x.shape
+    return array(exp(total(x[b, c] * w[c] for c in C)) for b in B)
+
+
+def test_batches_of_gradients() -> None:
+    """`is_grads_batched=True`, also within another batch, and differentiated."""
+    x, w = (X / 10).requires_grad_(), torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
+    seeds = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
+
+    def gradients(y) -> list[torch.Tensor]:
+        whole = torch.autograd.grad(y, (x, w), seeds, is_grads_batched=True, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in whole), (x, w), create_graph=True)
+
+        def batched(seeds: torch.Tensor) -> torch.Tensor:
+            return torch.autograd.grad(y, w, seeds, retain_graph=True, is_grads_batched=True)[0]
+
+        nested = torch._vmap_internals._vmap(batched)(torch.stack([seeds, seeds + 1, seeds - 1]))
+        return [*whole, *second, nested]
+
+    ours, theirs = gradients(gate(x, w)), gradients((x * w).sum(1).exp())
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_the_reference_expects_arrays_as_well() -> None:
     with pytest.raises(Invalid, match="this one returned NoneType"):
         dt.expression(unfinished).reference(np.ones(5))

@@ -98,6 +98,10 @@ class History:
         follow, with the reason in `refusal`. On large graphs, bytes that are known only after a pass is applied are
         None, and these places come last: use `preview`.
         """
+        if module_path is not None and not isinstance(module_path, str):
+            raise Invalid(f"module_path is the path of a module as a text, given {module_path!r}")
+        if selection is not None and (isinstance(selection, str) or not isinstance(selection, Collection)):
+            raise Invalid(f"selection is a collection of names of arrays, given {selection!r}", advice="pass a list")
         if pass_ is not None:
             passes = [self._pass(pass_)]
         else:

@@ -78,8 +78,35 @@ def _batched(info: Any, in_dims: Sequence[Any], operands: Sequence[torch.Tensor]
     return results, [0] * len(results)
 
 
+def _batched_gradients(operands: Sequence[torch.Tensor], program: str) -> list[torch.Tensor]:
+    """`is_grads_batched=True`, whose batches are other tensors than those of `torch.vmap`."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    dims = [_batch_of(x, level) for x in operands]
+    while all(dim is None for dim in dims):  # a batch of one that is further out
+        level -= 1
+        dims = [_batch_of(x, level) for x in operands]
+    sizes = [dim for dim in dims if dim is not None]
+    moved = [x if d is None else _without_batch(x, level, d) for x, d in zip(operands, dims, strict=True)]
+    results = _operator(moved, batched(program, sizes[0], tuple(dim is not None for dim in dims)))
+    return [torch._add_batch_dim(result, 0, level) for result in results]  # type: ignore[attr-defined]
+
+
+def _batch_of(x: torch.Tensor, level: int) -> int | None:
+    """The size of a tensor's batch; None for one that is the same in all of a batch, and takes any size."""
+    one, two = (_without_batch(x, level, size).shape[0] for size in (1, 2))
+    return int(one) if one == two else None
+
+
+def _without_batch(x: torch.Tensor, level: int, size: int) -> torch.Tensor:
+    """All samples of a tensor, along a first axis."""
+    found: torch.Tensor = torch._remove_batch_dim(x, level, size, 0)  # type: ignore[attr-defined]
+    return found
+
+
 _library.define("expression(Tensor[] operands, str program) -> Tensor[]")
 _library.impl("expression", _run, "CompositeExplicitAutograd")
+_library.impl("expression", _batched_gradients, "Batched")
 torch.library.register_fake(NAME, _fake, lib=_library)
 torch.library.register_autograd(NAME, _backward, setup_context=_remember, lib=_library)
 torch.library.register_vmap(NAME, _batched, lib=_library)

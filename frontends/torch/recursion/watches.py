@@ -25,6 +25,8 @@ ABSENT: Any = object()
 """Stands for an entry that a dict does not have."""
 _CHANGE = 24
 """Where in a dict of CPython 3.11 and 3.12 the number of its last change is."""
+CONTENTS = 32
+"""How many contents of PyTorch are compared with the present one; one before these has a number of its own again."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
 _CLASSES: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -154,7 +156,9 @@ class Contents:
     """What `library` and classes of PyTorch contain, as a number that is equal while that is the same."""
 
     def __init__(self) -> None:
-        self.seen: list[list[dict[str, Any]]] = []
+        self.seen: dict[int, list[dict[str, Any]]] = {}
+        """By number, those that were met last."""
+        self.count = 0
         self.watches: dict[tuple[type, ...], tuple[Watch, int]] = {}
 
     def of(self, kinds: tuple[type, ...]) -> int:
@@ -168,11 +172,14 @@ class Contents:
                 reads.whole(of_class(owner))
         watch = Watch(reads)
         now = [dict(d) for d in watch.dicts]
-        number = next((k for k, then in enumerate(self.seen) if _same(then, now)), len(self.seen))
-        if number == len(self.seen):
-            self.seen.append(now)
-        for then, own in zip(self.seen[number], now, strict=True):
+        number = next((k for k, then in self.seen.items() if _same(then, now)), self.count)
+        self.count = max(self.count, number + 1)
+        known = self.seen.pop(number, now)
+        for then, own in zip(known, now, strict=True):
             then.update(own)  # what was added since
+        self.seen[number] = known
+        if len(self.seen) > CONTENTS:
+            del self.seen[next(iter(self.seen))]
         self.watches[kinds] = watch, number
         return number
 

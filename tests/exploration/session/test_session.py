@@ -74,6 +74,13 @@ def test_matches_are_filtered() -> None:
     assert [m.refusal is not None for m in refused] == sorted(m.refusal is not None for m in refused)
     assert result.matches(pass_="fuse_elementwise(limit=1)") == []
     assert result.matches(module_path="nowhere") == []
+    for options, message in (
+        ({"module_path": 1}, "module_path is the path of a module as a text, given 1"),
+        ({"selection": array}, "selection is a collection of names of arrays, given"),
+        ({"selection": 3}, "selection is a collection of names of arrays, given 3"),
+    ):
+        with pytest.raises(dt.Invalid, match=message):
+            result.matches(**options)
 
 
 def test_a_preview_changes_nothing() -> None:
