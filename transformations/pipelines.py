@@ -80,6 +80,7 @@ TRAINING = Pipeline(
         AccumulateRows(),
         AccumulateMatmuls(),
         ConcatenateMatmuls(),
+        TransposeMatmul(),
         Simplify(),
         FactorMatmuls(),
         DeadCode(),
