@@ -1,8 +1,8 @@
 """Partition: a joint forward and backward graph cut in two, with the arrays that the first saves for the second.
 
 Nodes that depend on a cotangent are backward. A forward value that the backward pass reads is saved if it reaches
-memory anyway (a library call reads or produces it, it is a reduction, or it is read once more after such a call). A cheap
-elementwise value is rematerialized from such values; values that only the backward pass needs are computed there.
+memory anyway (a library call reads or produces it, it is a reduction, or it is read once more after such a call). A
+cheap elementwise value is rematerialized from such values; values that only the backward pass needs are computed there.
 """
 
 from __future__ import annotations
