@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+import daceml_train as dt
 from daceml_train.analysis.interpret import interpret
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Invalid
@@ -101,3 +102,32 @@ def test_errors() -> None:
 def test_torch_agrees_on_the_scale() -> None:
     x = torch.ones(10)
     assert set(torch.nn.functional.dropout(x, 1.0).tolist()) == {0.0}
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_16_bits_are_below_one(dtype: torch.dtype) -> None:
+    """Rounding would make 1 of numbers near it, whose logarithm of the complement is infinite."""
+
+    class Drawing(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            waiting = torch.empty_like(x).exponential_(2.0)
+            return torch.rand_like(x), torch.empty_like(x).uniform_(), torch.rand(x.shape, dtype=x.dtype), waiting
+
+    *uniform, waiting = dt.optimize(Drawing())(torch.zeros(1 << 16, dtype=dtype))
+    for u in uniform:
+        assert u.min() >= 0 and u.max() < 1
+        assert (u.float().mean() - 0.5).abs() < 0.01
+    assert waiting.isfinite().all() and (waiting > 0).all()
+    assert (waiting.float().mean() - 0.5).abs() < 0.01
+
+
+@pytest.mark.compiled
+def test_a_probability_has_a_gradient_of_zeros() -> None:
+    class Drawing(torch.nn.Module):
+        def forward(self, p: torch.Tensor) -> torch.Tensor:
+            return torch.bernoulli(p)
+
+    p = torch.full((8,), 0.5, requires_grad=True)
+    dt.optimize(Drawing())(p).sum().backward()
+    assert p.grad is not None and not p.grad.any()

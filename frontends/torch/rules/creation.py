@@ -106,12 +106,13 @@ def _bernoulli(t: Translator, x: Value, p: float = 0.5, **options: Any) -> Value
 def _bernoulli_tensor(t: Translator, x: Value, p: Value | None = None, **options: Any) -> Value:
     chance = x if p is None else p
     drawn = t.emit("lt", t.uniform(t.type.shape), chance.cast(DType.float32))
-    return drawn.cast(t.type.dtype)
+    return t.connected(drawn.cast(t.type.dtype), chance)
 
 
 @rule("exponential.default")
 def _exponential(t: Translator, x: Value, rate: float = 1, **options: Any) -> Value:
-    return (1.0 - t.uniform(x.shape, x.dtype)).unary("log") * (-1 / rate)
+    drawn = t.uniform(x.shape, DType.float64 if x.dtype is DType.float64 else DType.float32)
+    return ((1.0 - drawn).unary("log") * (-1 / rate)).cast(x.dtype)
 
 
 @rule("randint.low", "randint.default", "randint_like.low_dtype", "randint_like.default")

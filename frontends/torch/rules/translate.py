@@ -178,9 +178,11 @@ class Translator:
         return self.graph.input(name, example, Role.state, name)
 
     def uniform(self, shape: Shape, dtype: DType = DType.float32) -> Value:
-        """Fresh random numbers in [0, 1)."""
+        """Fresh random numbers in [0, 1): as many digits as `dtype` has, of which rounding would make 1."""
         wide = dtype if dtype is DType.float64 else DType.float32
-        return self.emit("uniform", self.seed(), shape=shape, stream=self.stream(), dtype=wide).cast(dtype)
+        drawn = self.emit("uniform", self.seed(), shape=shape, stream=self.stream(), dtype=wide)
+        scale = {DType.bfloat16: 2.0**8, DType.float16: 2.0**11}.get(dtype)
+        return (drawn if scale is None else (drawn * scale).unary("floor") * (1 / scale)).cast(dtype)
 
     def dependent(self, value: Value) -> Value:
         """`value`, made dependent on all earlier checks on which no other value depends."""
