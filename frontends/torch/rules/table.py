@@ -4,6 +4,7 @@ from daceml_train.frontends.torch.capture import autograd_function, control_flow
 from daceml_train.frontends.torch.rules import (
     collectives,
     creation,
+    division,
     dropout,
     expressions,
     gradients,
@@ -21,6 +22,7 @@ __all__ = [
     "collectives",
     "control_flow",
     "creation",
+    "division",
     "dropout",
     "expressions",
     "gradients",
