@@ -419,7 +419,7 @@ class Plan:
             raise InputMismatch(message, number)
         raised = self._native.executor_error_raised()
         if type(raised) is RuntimeError and message.startswith("linalg."):  # of a check of ours in place of PyTorch's
-            raised = torch._C._LinAlgError(message)  # type: ignore[attr-defined]
+            raised = torch.linalg.LinAlgError(message)  # type: ignore[attr-defined]
         raise execution_error(message, number, raised=raised)
 
 
