@@ -248,18 +248,34 @@ def described(program: Program, trained: Sequence[str], options: Iterable[str]) 
 
 
 def reduce_in_pieces(
-    ranks: Ranks, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, clipping: Clipping, rows: int
+    ranks: Ranks,
+    parameters: Sequence[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    clipping: Clipping,
+    rows: int,
+    changed: Sequence[int] = (),
 ) -> None:
-    """Replace the gradients of parameters by their means over all ranks, which must update them in one way."""
+    """Replace the gradients of parameters by their means over all ranks, which must update them in one way.
+
+    Raises `RankError`, on all ranks, if the model has `changed` parameters, by number, in different ways.
+    """
     numbered = [(number, p.grad) for number, p in enumerate(parameters) if p.grad is not None]
     if any(grad.layout is not torch.strided for _, grad in numbered):
         raise Invalid("mesh= reduces dense gradients, and one is sparse", advice="make the embedding with sparse=False")
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     numbers = f"{clipping} {groups}"
     lines = [f"gradient {number} {list(grad.shape)}" for number, grad in numbered]
+    lines += [f"the model changes parameter {number} {list(parameters[number].shape)}" for number in changed]
     if not rows:
         raise Unsupported("a rank without data takes part in a step that is one program, and this one runs in pieces")
     ranks.begin("\n".join(["a step in pieces, see its `breaks`", *lines]), rows, numbers.encode())
+    if changed:
+        ranks.agreed()
+        sums = ranks.gather(torch.tensor([_checksum([parameters[n]]) for n in changed], device=ranks.device))
+        for number, own in zip(changed, sums.view(ranks.size, -1).t().tolist(), strict=True):
+            if len(set(own)) > 1:
+                what = f"the model changes parameter {number} {list(parameters[number].shape)} by its batch"
+                raise RankError(f"{what}, and ranks drift apart; change it between steps, on all ranks")
     for _, grad in numbered:
         grad.copy_(ranks.mean(grad))
 
