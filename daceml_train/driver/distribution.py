@@ -162,11 +162,19 @@ def begin_as_equals(
             ranks.broadcast(message)
             if ranks.rank:
                 for tensor, piece in zip(part, message.split([p.numel() for p in pieces]), strict=True):
-                    tensor.detach().copy_(piece.to(tensor.device).clone().view(tensor.dtype).view(tensor.shape))
+                    received = piece.to(tensor.device).clone().view(tensor.dtype).view(tensor.shape)
+                    _once(tensor.detach()).copy_(_once(received, tensor.stride()))
         sums = ranks.gather(torch.tensor([_checksum(equal)], device=ranks.device)).tolist()
         if others := [rank for rank, found in enumerate(sums) if found != sums[0]]:
             named_ranks = ", ".join(map(str, others))
             raise RankError(f"parameters, buffers or state of rank {named_ranks} are not those that rank 0 sent")
+
+
+def _once(tensor: torch.Tensor, stride: Sequence[int] | None = None) -> torch.Tensor:
+    """The first entries along the dimensions that a tensor, or one of this `stride`, is expanded along."""
+    for dim, step in enumerate(tensor.stride() if stride is None else stride):
+        tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim])) if step == 0 else tensor
+    return tensor
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> int:
@@ -278,6 +286,21 @@ def reduce_in_pieces(
                 raise RankError(f"{what}, and ranks drift apart; change it between steps, on all ranks")
     for _, grad in numbered:
         grad.copy_(ranks.mean(grad))
+
+
+def check_loaded(state: Mapping[str, Any], groups: int, entries: Iterable[tuple[str, str]]) -> None:
+    """Raise `Invalid` for a checkpoint without something that a step loads: options of so many groups of parameters,
+    and the `entries` of the optimizer's state, each by the names of its parameter and its own.
+    """
+    for part in ("model", "state", "options"):
+        if part not in state:
+            raise Invalid(f"a training step loads what its state_dict() returned, and {part!r} is missing")
+    if (given := len(state["options"])) != groups:
+        raise Invalid(f"the optimizer has {groups} groups of parameters, and what is loaded has {given}")
+    for parameter, name in entries:
+        if name not in state["state"].get(parameter, {}):
+            advice = "load what a step with this optimizer has saved"
+            raise Invalid(f"what is loaded has no {name} of {parameter}", advice=advice)
 
 
 def rows_of(flat: Sequence[Any]) -> int:

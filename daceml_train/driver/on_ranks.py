@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from daceml_train.analysis.links import Link
 from daceml_train.driver.checking import check_flag
-from daceml_train.driver.distribution import begin_as_equals, check_wrapper, rows_of
+from daceml_train.driver.distribution import begin_as_equals, check_loaded, check_wrapper, rows_of
 from daceml_train.driver.drift import Changes, check_embeddings, drift, drift_in_pieces, drift_of_loss
 from daceml_train.driver.fully_sharded import FullySharded, make_state
 from daceml_train.driver.module import state_of
@@ -373,13 +373,18 @@ class OnRanks(InPieces):
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, on any number of ranks."""
+        """Load what `state_dict` returned, on any number of ranks.
+
+        Raises `Invalid`, before anything is loaded, for what a step with another optimizer returned.
+        """
+        entries = list(self._states())
+        check_loaded(state, len(self.optimizer.param_groups), ((key, name) for key, _, name, _ in entries))
         whole = self._whole(self._given.state_dict())
         local = {name: value for name, value in state["model"].items() if not isinstance(whole.get(name), DTensor)}
         self._given.load_state_dict(local, strict=len(local) == len(state["model"]))
         for name in state["model"].keys() - local.keys():
             whole[name].to_local().copy_(state["model"][name].to_local())
-        for key, parameter, name, tensor in self._states():
+        for key, parameter, name, tensor in entries:
             given = state["state"][key][name]
             own = self._distributed(tensor, parameter, name)
             if isinstance(own, DTensor) and not isinstance(given, DTensor):  # the whole of it
