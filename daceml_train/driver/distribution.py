@@ -162,11 +162,19 @@ def begin_as_equals(
             ranks.broadcast(message)
             if ranks.rank:
                 for tensor, piece in zip(part, message.split([p.numel() for p in pieces]), strict=True):
-                    tensor.detach().copy_(piece.to(tensor.device).clone().view(tensor.dtype).view(tensor.shape))
+                    received = piece.to(tensor.device).clone().view(tensor.dtype).view(tensor.shape)
+                    _once(tensor.detach()).copy_(_once(received, tensor.stride()))
         sums = ranks.gather(torch.tensor([_checksum(equal)], device=ranks.device)).tolist()
         if others := [rank for rank, found in enumerate(sums) if found != sums[0]]:
             named_ranks = ", ".join(map(str, others))
             raise RankError(f"parameters, buffers or state of rank {named_ranks} are not those that rank 0 sent")
+
+
+def _once(tensor: torch.Tensor, stride: Sequence[int] | None = None) -> torch.Tensor:
+    """The first entries along the dimensions that a tensor, or one of this `stride`, is expanded along."""
+    for dim, step in enumerate(tensor.stride() if stride is None else stride):
+        tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim])) if step == 0 else tensor
+    return tensor
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> int:
@@ -248,20 +256,51 @@ def described(program: Program, trained: Sequence[str], options: Iterable[str]) 
 
 
 def reduce_in_pieces(
-    ranks: Ranks, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, clipping: Clipping, rows: int
+    ranks: Ranks,
+    parameters: Sequence[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    clipping: Clipping,
+    rows: int,
+    changed: Sequence[int] = (),
 ) -> None:
-    """Replace the gradients of parameters by their means over all ranks, which must update them in one way."""
+    """Replace the gradients of parameters by their means over all ranks, which must update them in one way.
+
+    Raises `RankError`, on all ranks, if the model has `changed` parameters, by number, in different ways.
+    """
     numbered = [(number, p.grad) for number, p in enumerate(parameters) if p.grad is not None]
     if any(grad.layout is not torch.strided for _, grad in numbered):
         raise Invalid("mesh= reduces dense gradients, and one is sparse", advice="make the embedding with sparse=False")
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     numbers = f"{clipping} {groups}"
     lines = [f"gradient {number} {list(grad.shape)}" for number, grad in numbered]
+    lines += [f"the model changes parameter {number} {list(parameters[number].shape)}" for number in changed]
     if not rows:
         raise Unsupported("a rank without data takes part in a step that is one program, and this one runs in pieces")
     ranks.begin("\n".join(["a step in pieces, see its `breaks`", *lines]), rows, numbers.encode())
+    if changed:
+        ranks.agreed()
+        sums = ranks.gather(torch.tensor([_checksum([parameters[n]]) for n in changed], device=ranks.device))
+        for number, own in zip(changed, sums.view(ranks.size, -1).t().tolist(), strict=True):
+            if len(set(own)) > 1:
+                what = f"the model changes parameter {number} {list(parameters[number].shape)} by its batch"
+                raise RankError(f"{what}, and ranks drift apart; change it between steps, on all ranks")
     for _, grad in numbered:
         grad.copy_(ranks.mean(grad))
+
+
+def check_loaded(state: Mapping[str, Any], groups: int, entries: Iterable[tuple[str, str]]) -> None:
+    """Raise `Invalid` for a checkpoint without something that a step loads: options of so many groups of parameters,
+    and the `entries` of the optimizer's state, each by the names of its parameter and its own.
+    """
+    for part in ("model", "state", "options"):
+        if part not in state:
+            raise Invalid(f"a training step loads what its state_dict() returned, and {part!r} is missing")
+    if (given := len(state["options"])) != groups:
+        raise Invalid(f"the optimizer has {groups} groups of parameters, and what is loaded has {given}")
+    for parameter, name in entries:
+        if name not in state["state"].get(parameter, {}):
+            advice = "load what a step with this optimizer has saved"
+            raise Invalid(f"what is loaded has no {name} of {parameter}", advice=advice)
 
 
 def rows_of(flat: Sequence[Any]) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from daceml_train.analysis.reachability import descendants
@@ -51,6 +53,33 @@ def drift(graph: Graph, trains: Callable[[str], bool]) -> str:
 def drift_in_pieces(backend: Backend) -> str:
     """The same of the graphs of a model in pieces."""
     return next(filter(None, map(_drift_of, _graphs(backend))), "")
+
+
+def drift_of_loss(loss: torch.Tensor) -> str:
+    """The same of what PyTorch has recorded of a loss, as where TorchDynamo skips a function."""
+    todo: list[Any] = [loss.grad_fn]
+    seen = {None, *todo}
+    while todo:
+        node = todo.pop()
+        if getattr(node, "_saved_scale_grad_by_freq", False):
+            return f"an embedding has scale_grad_by_freq, in a function that TorchDynamo does not trace: {ALONE}"
+        found = [n for n, _ in getattr(node, "next_functions", ()) if n not in seen]
+        seen.update(found)
+        todo += found
+    return ""
+
+
+class Changes:
+    """Which parameters a forward pass changes."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = parameters
+        self._versions = [p._version for p in parameters]
+
+    def numbers(self) -> list[int]:
+        """Those that have changed until now."""
+        pairs = zip(self.parameters, self._versions, strict=True)
+        return [number for number, (p, version) in enumerate(pairs) if p._version != version]
 
 
 def _graphs(backend: Backend) -> Iterator[Graph]:

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from daceml_train.analysis.links import Link
 from daceml_train.driver.checking import check_flag
-from daceml_train.driver.distribution import begin_as_equals, check_wrapper, rows_of
-from daceml_train.driver.drift import check_embeddings, drift, drift_in_pieces
+from daceml_train.driver.distribution import begin_as_equals, check_loaded, check_wrapper, rows_of
+from daceml_train.driver.drift import Changes, check_embeddings, drift, drift_in_pieces, drift_of_loss
 from daceml_train.driver.fully_sharded import FullySharded, make_state
 from daceml_train.driver.module import state_of
 from daceml_train.driver.pieces import InPieces
@@ -193,7 +193,7 @@ class OnRanks(InPieces):
                 self._bound.clear()
             raise
         finally:
-            self.idle = False
+            self.idle, self._overwritten = False, ()
         ranks.settled = self._rows_read is not None
         return loss
 
@@ -207,13 +207,14 @@ class OnRanks(InPieces):
         return super()._run_in_pieces(key, inputs, targets)
 
     def _loss_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any], compiled: bool = True) -> torch.Tensor:
+        changes = Changes(self._parameters() if self.ranks is not None else ())
         loss = None if self._drift else super()._loss_in_pieces(key, inputs, targets, compiled)
-        if (
-            self.ranks is not None
-            and (state := state_of(self.pieces)) is not None
-            and state.backend.graphs != self._seen
-        ):
-            self._drift, self._seen = self._drift or drift_in_pieces(state.backend), state.backend.graphs
+        self._overwritten = sorted({*self._overwritten, *changes.numbers()})
+        if self.ranks is not None and loss is not None:
+            state = state_of(self.pieces)
+            if state is not None and state.backend.graphs != self._seen:
+                self._drift, self._seen = drift_in_pieces(state.backend), state.backend.graphs
+            self._drift = self._drift or drift_of_loss(loss)
         if self._drift or loss is None:
             raise Invalid(self._drift)
         return loss
@@ -372,13 +373,18 @@ class OnRanks(InPieces):
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, on any number of ranks."""
+        """Load what `state_dict` returned, on any number of ranks.
+
+        Raises `Invalid`, before anything is loaded, for what a step with another optimizer returned.
+        """
+        entries = list(self._states())
+        check_loaded(state, len(self.optimizer.param_groups), ((key, name) for key, _, name, _ in entries))
         whole = self._whole(self._given.state_dict())
         local = {name: value for name, value in state["model"].items() if not isinstance(whole.get(name), DTensor)}
         self._given.load_state_dict(local, strict=len(local) == len(state["model"]))
         for name in state["model"].keys() - local.keys():
             whole[name].to_local().copy_(state["model"][name].to_local())
-        for key, parameter, name, tensor in self._states():
+        for key, parameter, name, tensor in entries:
             given = state["state"][key][name]
             own = self._distributed(tensor, parameter, name)
             if isinstance(own, DTensor) and not isinstance(given, DTensor):  # the whole of it

@@ -38,6 +38,8 @@ class InPieces(Clipped):
     _warned: set[str]
     faster: Faster
     fixed: bool
+    _overwritten: Sequence[int] = ()
+    """The parameters that the model has changed in the forward pass of a step in pieces, by number."""
 
     def _modules(self) -> list[torch.nn.Module]:
         """All modules of model and loss."""
@@ -84,7 +86,8 @@ class InPieces(Clipped):
     def _update_in_pieces(self, rows: int) -> None:
         """Reduce the gradients of a batch of `rows` rows, unscale, clip, update and adapt the scale in PyTorch."""
         if self.ranks is not None:
-            reduce_in_pieces(self.ranks, self._parameters(), self.optimizer, self.clipping, rows)
+            parameters = self._parameters()
+            reduce_in_pieces(self.ranks, parameters, self.optimizer, self.clipping, rows, self._overwritten)
         clipped = [p for group in self.optimizer.param_groups for p in group["params"]]
         if self.scaler is None:
             self.gradient_norm = self.clipping.apply(clipped)

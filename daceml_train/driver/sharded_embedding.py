@@ -70,7 +70,10 @@ class ShardedEmbedding(nn.Module):
         return found
 
     def forward(self, indices: Tensor) -> Tensor:
-        """The rows with these indices: int64 [...] in 0..rows-1, result [..., columns]."""
+        """The rows with these indices: int64 or int32 [...] in 0..rows-1, result [..., columns]."""
+        if indices.dtype not in (torch.int64, torch.int32):
+            raise Invalid(f"a ShardedEmbedding is read at int64 or int32 indices, given {indices.dtype}")
+        indices = indices.long()
         found: Tensor = torch.ops.daceml_train.lookup_rows(self.weight, indices, self.rows, self.ranks, self.group_name)
         return found
 

@@ -1,4 +1,4 @@
-"""The attributes of modules: Python objects that a forward pass reads and writes, from one trial to another."""
+"""The attributes of modules and their classes: Python objects that a forward pass changes, from trial to trial."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Attributes:
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self.modules, self.objects = modules, Objects()
+        self.classes = {f"class {k.__module__}.{k.__qualname__}": k for m in modules.values() for k in _own_classes(m)}
         self._opaque: dict[str, Any] = {}
         """The attributes, or parts of them, that the last snapshot left out, by place."""
         self._marks: dict[str, Any] = {}
@@ -34,11 +35,31 @@ class Attributes:
                 if name not in _OWN:
                     yield path, name, value
 
+    def _every(self) -> Iterator[tuple[str, str, Any]]:
+        """The same, and the data of the user's classes of modules."""
+        yield from self.each()
+        for path, kind in self.classes.items():
+            for name, value in list(vars(kind).items()):
+                if not name.startswith("__") and not callable(value) and not hasattr(type(value), "__get__"):
+                    yield path, name, value
+
+    def _set(self, path: str, name: str, value: Any) -> None:
+        if path in self.classes:
+            setattr(self.classes[path], name, value)
+        else:
+            vars(self.modules[path])[name] = value
+
+    def _delete(self, path: str, name: str) -> None:
+        if path in self.classes:
+            delattr(self.classes[path], name)
+        else:
+            del vars(self.modules[path])[name]
+
     def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
         """Descriptions of all attributes; `tensors` are parameters and buffers by name."""
         encode = self._encoder(tensors)
-        found: dict[str, dict[str, Any]] = {path: {} for path in self.modules}
-        for path, name, value in self.each():
+        found: dict[str, dict[str, Any]] = {path: {} for path in (*self.modules, *self.classes)}
+        for path, name, value in self._every():
             found[path][name] = encode(value, f"{path}.{name}")
         self._opaque = encode.opaque
         return found
@@ -49,10 +70,10 @@ class Attributes:
         missing = {(path, name): None for path, names in saved.items() for name in names}
         other: list[tuple[str, str, Any]] = []
         owners: dict[int, int] = {}
-        for path, name, value in self.each():
+        for path, name, value in self._every():
             described = saved[path].get(name, self)
             if described is self:
-                del vars(self.modules[path])[name]
+                self._delete(path, name)
                 continue
             del missing[path, name]
             if type(value) in PLAIN:
@@ -66,7 +87,7 @@ class Attributes:
             if not equal:
                 other.append((path, name, value))
         for path, name, now in [*other, *((path, name, None) for path, name in missing)]:
-            vars(self.modules[path])[name] = decode(saved[path][name], now)
+            self._set(path, name, decode(saved[path][name], now))
 
     # ---- what is not saved --------------------------------------------------------------------------------------
     def begin(self, first: bool) -> None:
@@ -84,13 +105,18 @@ class Attributes:
 
     def _unsaved(self) -> dict[str, Any]:
         encode = Encoder(self.objects, copy=False)
-        for path, name, value in self.each():
+        for path, name, value in self._every():
             encode(value, f"{path}.{name}")
         return encode.opaque
 
     def _encoder(self, tensors: Mapping[str, torch.Tensor], copy: bool = True) -> Encoder:
         self.objects.name({**tensors, **{f"module {path}": module for path, module in self.modules.items()}})
         return Encoder(self.objects, copy)
+
+
+def _own_classes(module: torch.nn.Module) -> list[type]:
+    """The classes of a module that are not PyTorch's or Python's."""
+    return [k for k in type(module).__mro__ if k.__module__.partition(".")[0] not in ("torch", "builtins", "abc")]
 
 
 def of_modules(modules: Mapping[str, torch.nn.Module]) -> dict[str, Any]:

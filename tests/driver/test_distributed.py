@@ -139,3 +139,48 @@ def test_compiled_models_inside_and_around_what_pytorch_makes_parallel(ranks: Ra
         assert breaks == [] and kernels
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+class Expanded(nn.Module):
+    """A model with buffers whose elements share memory."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 4)
+        self.register_buffer("scale", torch.tensor(scale).expand(4))
+        self.register_buffer("mask", torch.arange(4.0).expand(3, 4).mT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x) * self.scale + self.mask[:, 1]
+
+
+def begun(rank: int) -> list[list[float]]:
+    """The buffers of a model whose ranks begin with other ones."""
+    model = Expanded(2.0 + rank)
+    model.mask[:, :1].add_(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dt.training_step(model, F.cross_entropy, optimizer, mesh=torch.distributed.group.WORLD)
+    return [model.scale.tolist(), model.mask[:, 2].tolist()]
+
+
+def test_buffers_whose_elements_share_memory(ranks: Ranks) -> None:
+    assert ranks(begun) == 2 * [[[2.0] * 4, [0.0, 1.0, 2.0, 3.0]]]
+
+
+def test_checkpoints_of_other_optimizers_are_refused_before_anything_is_loaded() -> None:
+    def step(optimizer: Any, parts: bool = False) -> Any:
+        model = network()
+        groups = [{"params": [p]} for p in model.parameters()] if parts else model.parameters()
+        return dt.training_step(model, F.mse_loss, optimizer(groups, lr=0.1))
+
+    adam, sgd = step(torch.optim.Adam), step(torch.optim.SGD)
+    with torch.no_grad():
+        sgd.model[0].weight.zero_()
+    for target, given, message in (
+        (adam, sgd.state_dict(), r"what is loaded has no step of 0.weight; .*this optimizer"),
+        (step(torch.optim.SGD, parts=True), sgd.state_dict(), "the optimizer has 4 groups of parameters, .* has 1"),
+        (adam, {"model": {}}, "loads what its state_dict.* returned, and 'state' is missing"),
+    ):
+        with pytest.raises(dt.Invalid, match=message):
+            target.load_state_dict(given)
+        assert target.model[0].weight.any()

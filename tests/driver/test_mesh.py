@@ -196,10 +196,12 @@ def test_ranks_that_differ_stop_with_an_error_that_names_them(ranks: Ranks, how:
 class ByFunction(nn.Module):
     """An embedding by a function of PyTorch, and a linear layer; the graph breaks in between if it is told so."""
 
-    def __init__(self, function: Any, options: dict[str, Any], breaks: bool = False) -> None:
+    def __init__(self, function: Any, options: dict[str, Any], breaks: bool = False, skipped: bool = False) -> None:
         super().__init__()
         self.weight, self.last = nn.Parameter(torch.randn(9, 6)), nn.Linear(6, 4)
         self.function, self.options, self.breaks = function, options, breaks
+        if skipped:
+            self.function = torch._dynamo.disable(function)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.function(x.view(-1, 1), self.weight, **self.options).view(-1, 6)
@@ -218,14 +220,27 @@ def drifting(rank: int, how: str) -> str:
         "scaled bag": lambda: ByFunction(F.embedding_bag, {"scale_grad_by_freq": True, "mode": "sum"}),
         "function, broken": lambda: ByFunction(F.embedding, {"max_norm": 1.0}, breaks=True),
         "scaled, broken": lambda: ByFunction(F.embedding, {"scale_grad_by_freq": True}, breaks=True),
+        "function, skipped": lambda: ByFunction(F.embedding, {"max_norm": 1.0}, skipped=True),
+        "scaled, skipped": lambda: ByFunction(F.embedding, {"scale_grad_by_freq": True}, skipped=True),
+        "clamped, skipped": lambda: ByFunction(clamped, {}, skipped=True),
     }
     model = models[how.removesuffix(", in parts")]()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     parts: dict[str, Any] = {"micro_batches": 2, "reduction": "mean"} if how.endswith("in parts") else {}
-    with pytest.raises(dt.Invalid) as error:
+    try:
         step = dt.training_step(model, F.cross_entropy, optimizer, mesh=dist.group.WORLD, **parts)
-        step(torch.tensor([rank, 3]), torch.tensor([0, 1]))
-    return str(error.value)
+        for _ in range(2):
+            step(torch.tensor([rank, 3]), torch.tensor([0, 1]))
+    except (dt.Invalid, distribution.RankError) as error:
+        return str(error)
+    return "no error"
+
+
+def clamped(x: Tensor, weight: Tensor) -> Tensor:
+    """Rows of a table that all ranks change in one way."""
+    with torch.no_grad():
+        weight.clamp_(-1, 1)
+    return F.embedding(x, weight)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +255,10 @@ def drifting(rank: int, how: str) -> str:
         ("scaled, in parts", "an embedding has scale_grad_by_freq (at test_mesh.py:"),
         ("function, broken", "the model changes weight by its batch, and ranks would drift apart"),
         ("scaled, broken", "an embedding has scale_grad_by_freq (at test_mesh.py:"),
+        ("function, skipped", "the model changes parameter 0 [9, 6] by its batch, and ranks drift apart"),
+        ("function, skipped, in parts", "the model changes parameter 0 [9, 6] by its batch, and ranks drift apart"),
+        ("scaled, skipped", "an embedding has scale_grad_by_freq, in a function that TorchDynamo does not trace"),
+        ("clamped, skipped", "no error"),
     ],
 )
 def test_tables_that_would_drift_apart_are_refused(ranks: Ranks, how: str, message: str) -> None:

@@ -138,3 +138,44 @@ def test_an_array_that_was_made_before_the_call(monkeypatch: pytest.MonkeyPatch)
     found = compiled(TREES)
     array[:] = before
     torch.testing.assert_close(found, model.__class__.forward(copy.copy(model), TREES))
+
+
+VIEWS: dict[str, Any] = {
+    "of another shape": lambda h, words: (h, h.view(4)),
+    "of a part": lambda h, words: (h, h[:, :2], h[:, 1:]),
+    "without a gradient": lambda h, words: (h, h.detach()),
+    "of a view": lambda h, words: ((a := h.view(2, 2)), a.T, h),
+    "of what is not returned": lambda h, words: (h[:, :2], h[:, :2].view(2)),
+    "of a parameter": lambda h, words: (words.weight.T, h),
+}
+
+
+class Views(Shared):
+    """Whose results share memory."""
+
+    def forward(self, trees: list[Any]) -> Any:
+        """What is returned of the state of a root."""
+        self.begin()
+        return VIEWS[self.name](self.visit(trees[0]), self.words)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_results_that_are_views_of_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Forests, "run", lambda self, structures, runs: None)
+    torch.manual_seed(0)
+    model = Views()
+    model.name = name
+    twin, compiled = copy.deepcopy(model), dt.optimize(model)
+    for _ in range(2):
+        found, expected = compiled(TREES), twin(TREES)
+        for results, own in ((found, model), (expected, twin)):
+            own.zero_grad()
+            sum((r * torch.arange(1, 1 + r.numel()).view(r.shape)).sum() for r in results).backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+        memory = [[r.untyped_storage().data_ptr() for r in results] for results in (found, expected)]
+        same = [[own.index(pointer) for pointer in own] for own in memory]
+        assert same[0] == same[1]
+        with torch.no_grad():
+            found[-1].mul_(2), expected[-1].mul_(2)
+        torch.testing.assert_close(found, expected)

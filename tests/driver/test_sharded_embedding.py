@@ -95,8 +95,12 @@ def trained(rank: int, optimizer: str, sizes: tuple[tuple[int, ...], ...], clip_
     ours = divided()
     chosen = OPTIMIZERS[optimizer](ours.parameters())
     step = dt.training_step(ours, F.cross_entropy, chosen, mesh=dist.group.WORLD, clip_value=clip_value)
-    losses = [step(*own(of_step, number, rank)) for number, of_step in enumerate(sizes)]
+    kind = torch.int64 if clip_value is not None else torch.int32
+    parts = [own(of_step, number, rank) for number, of_step in enumerate(sizes)]
+    losses = [step(words.to(kind), target) for words, target in parts]
     held = sum(v.numel() for v in chosen.state[ours.table.weight].values() if v.ndim)
+    with pytest.raises(dt.Invalid, match="int64 or int32 indices, given torch.float32"):
+        ours.table(torch.ones(2))
     return ours.state_dict(), losses, step.breaks, step.network, held
 
 

@@ -89,7 +89,7 @@ def _batched_gradients(operands: Sequence[torch.Tensor], program: str) -> list[t
     sizes = [dim for dim in dims if dim is not None]
     moved = [x if d is None else _without_batch(x, level, d) for x, d in zip(operands, dims, strict=True)]
     results = _operator(moved, batched(program, sizes[0], tuple(dim is not None for dim in dims)))
-    return [torch._add_batch_dim(result, 0, level) for result in results]  # type: ignore[attr-defined]
+    return [torch._add_batch_dim(result, 0, level) for result in results]
 
 
 def _batch_of(x: torch.Tensor, level: int) -> int | None:
@@ -100,7 +100,7 @@ def _batch_of(x: torch.Tensor, level: int) -> int | None:
 
 def _without_batch(x: torch.Tensor, level: int, size: int) -> torch.Tensor:
     """All samples of a tensor, along a first axis."""
-    found: torch.Tensor = torch._remove_batch_dim(x, level, size, 0)  # type: ignore[attr-defined]
+    found: torch.Tensor = torch._remove_batch_dim(x, level, size, 0)
     return found
 
 

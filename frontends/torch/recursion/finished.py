@@ -38,10 +38,12 @@ def computed(recorder: Recorder, found: Any) -> Any:
     """A result of user code with tensors in place of lazy ones."""
     leaves, spec = pytree.tree_flatten(found)
     lazies = [leaf for leaf in leaves if type(leaf) is Lazy]
+    runs: dict[Run, None] = {}
     for value in lazies:
         if type(value.source) is Run:
             value.source.use(value.index)
-    recorder.flush(last=True)
+            runs[value.source] = None
+    recorder.flush(last=runs)
     if not recorder.eager and recorder.exposed.written():
         raise Unsupported(
             "NumPy's writes to a parameter or a buffer within a recursion, whose calls are computed later",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -379,15 +379,15 @@ class Recorder(TorchFunctionMode):
             found: torch.Tensor = run.forest.value(value)
         return found
 
-    def flush(self, last: bool = False) -> None:
-        """Compute what is recorded; user code goes on afterwards, unless this is the `last` time."""
+    def flush(self, last: Collection[Run] | None = None) -> None:
+        """Compute what is recorded; user code goes on afterwards, unless this is the `last` time, for these runs."""
         self.events += 1
         with outside(self._has_gradients()):
             pending: list[Any] = self.pending
             solos: list[Any] = self.solos
             self.pending, self.solos = [], []
             self.held.cleared()
-            views = [] if last else aliases(pending)
+            views = aliases(pending if last is None else [run for run in pending if run in last])
             by_stage: dict[int, list[Run]] = columns.seal(pending)
             for stage in sorted({*by_stage, *[solo.stage for solo in solos]}):
                 for solo in solos:
