@@ -80,7 +80,6 @@ TRAINING = Pipeline(
         AccumulateRows(),
         AccumulateMatmuls(),
         ConcatenateMatmuls(),
-        TransposeMatmul(),
         Simplify(),
         FactorMatmuls(),
         DeadCode(),

@@ -1,13 +1,13 @@
 """Partition: a joint forward and backward graph cut in two, with the arrays that the first saves for the second.
 
 Nodes that depend on a cotangent are backward. A forward value that the backward pass reads is saved if it reaches
-memory anyway (a library call reads or produces it, it is a reduction, or it is read once more after such a call). A
-cheap elementwise value is rematerialized from such values; values that only the backward pass needs are computed there.
+memory anyway (a library call reads or produces it, or it is a reduction). A cheap elementwise value is rematerialized
+from such values; values that only the backward pass needs are computed there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from daceml_train.analysis.reachability import ancestors
@@ -151,9 +151,7 @@ def _dependent(graph: Graph, names: Sequence[str]) -> set[str]:
 
 
 def _material(graph: Graph, forward: set[str]) -> set[str]:
-    """Forward arrays that reach memory despite fusion: inputs, operands and results of library calls, reductions, and
-    what is read after a library call that depends on it.
-    """
+    """Forward arrays that reach memory despite fusion: inputs, operands and results of library calls, reductions."""
     producers = graph.producers()
     material = set(graph.inputs) | {name for name in graph.outputs if name in forward}
     for node in graph.nodes:
@@ -163,32 +161,10 @@ def _material(graph: Graph, forward: set[str]) -> set[str]:
             material.update(node.outputs)
         if node.op.vendor:
             for name in node.inputs:
-                material.update(_aliases(producers, name))
-    return material | _read_later(graph, producers, forward)
-
-
-def _read_later(graph: Graph, producers: Mapping[str, Node], forward: set[str]) -> set[str]:
-    """Arrays that an operator reads after a library call that depends on them, such as the state of a recurrent cell.
-
-    They are stored for that operator. What depends on no library call is computed from inputs where it is read.
-    """
-    stages: dict[str, int] = {}
-    """Array -> how many library calls are before it."""
-    found: set[str] = set()
-    for node in graph.nodes:
-        if forward.isdisjoint(node.outputs):
-            continue
-        stage = max((stages.get(name, 0) for name in node.inputs), default=0)
-        if not isinstance(node.op, FREE):
-            early = (name for name in node.inputs if 0 < stages.get(name, 0) < stage)
-            found.update(alias for name in early for alias in _aliases(producers, name))
-        stages.update(dict.fromkeys(node.outputs, stage + node.op.vendor))
-    return found
-
-
-def _aliases(producers: Mapping[str, Node], name: str) -> Iterator[str]:
-    """An array and those under it that it only shows."""
-    while (producer := producers.get(name)) is not None and isinstance(producer.op, FREE) and producer.inputs:
-        yield name
-        name = producer.inputs[0]
-    yield name
+                while (
+                    (producer := producers.get(name)) is not None and isinstance(producer.op, FREE) and producer.inputs
+                ):
+                    material.add(name)
+                    name = producer.inputs[0]
+                material.add(name)
+    return material

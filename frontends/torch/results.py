@@ -13,9 +13,8 @@ from torch import Tensor, fx
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.rules.translate import Translator
-from daceml_train.ops.movement import Reorder
 from daceml_train.ops.operator import Value
-from daceml_train.tensor import Dim, Shape, same, same_memory
+from daceml_train.tensor import Dim, Shape, same
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +79,11 @@ def outputs_of(
             outputs.append(OutputSource("input", owner, _view(example, base), strides=types.sizes(base.stride())))
         elif storage in shared or isinstance(value, Value):
             base, value = shared.get(storage, (example, value))
-            order = types.order_of(base)
             if storage not in taken:  # results of memory of their own are outputs of their own
                 taken[storage] = len(t.graph.outputs)
-                t.graph.output(_in_order(t.dependent(value), order))
-            strides = None if order is None else types.sizes(base.stride())
+                t.graph.output(t.dependent(value))
+            dense = types.order_of(base) is not None
+            strides = types.sizes(base.stride()) if dense else None
             view, index = _view(example, base), taken[storage]
             outputs.append(OutputSource("graph", index, view, None, strides, version(base), _keeps_nothing_else(base)))
         elif isinstance(value, sympy.Expr):
@@ -94,13 +93,6 @@ def outputs_of(
     if t.required:
         raise Unsupported("a check of values in a graph without results of its own")
     return tuple(outputs), tuple(detached)
-
-
-def _in_order(value: Value, order: tuple[int, ...] | None) -> Value:
-    """A result in the memory order that it has in eager execution, in which its gradient comes, too."""
-    if order is None or same_memory(value.shape, value.tensor.order, order or None):
-        return value
-    return value.apply(Reorder(order or tuple(range(value.tensor.rank))))
 
 
 def shared_bases(nodes: Iterable[fx.Node], results: Sequence[Any], inputs: Sequence[Any]) -> list[fx.Node]:

@@ -11,10 +11,10 @@ from daceml_train.analysis.aliases import is_alias
 from daceml_train.analysis.traffic import traffic
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
-from daceml_train.ops.movement import Slice, View
+from daceml_train.ops.movement import Slice
 from daceml_train.ops.operator import Value
 from daceml_train.passes.base import Match, Rewrite, Uses
-from daceml_train.tensor import Dim, same, same_shape, simplify
+from daceml_train.tensor import Dim, same, simplify
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,7 @@ class SliceFirst(Rewrite):
 
         x -> [f] -> t -> [slice] -> y      =>      x -> [slice] -> s -> [f] -> y
 
-    The gates of a recurrent cell, computed as one matmul, are then summed, activated and combined in one kernel. A view
-    between f and the slice moves after f, if it only adds or removes dimensions of size 1.
+    The gates of a recurrent cell, computed as one matmul, are then summed, activated and combined in one kernel.
     All slices of t move together. Bytes: elements of t that no slice shows are neither computed nor stored; an operand
     that is broadcast along the sliced dimension is read once per slice.
     """
@@ -34,30 +33,26 @@ class SliceFirst(Rewrite):
     def match(self, uses: Uses, node: Node) -> Mapping[str, Any] | None:
         if not isinstance(node.op, Slice):
             return None
-        t = node.inputs[0]
-        if (view := uses.producers.get(t)) is not None and isinstance(view.op, View):
-            t = view.inputs[0]
-        f = uses.producers.get(t)
+        f = uses.producers.get(node.inputs[0])
         if f is None or not isinstance(f.op, Elementwise | Cast):
             return None
-        views, cuts, whole = _readers(uses, t)
-        first = next(iter(cuts.values()), None)
-        return {"f": f, "views": views, "cuts": cuts, "whole": whole} if first and first.node is node else None
+        slices = [r for r in uses.readers[node.inputs[0]] if isinstance(r.op, Slice)]
+        return {"f": f, "slices": slices} if slices[0] is node else None
 
     def legality(self, match: Match) -> Iterator[tuple[bool, str]]:
         (t,) = match.bindings["f"].outputs
-        shown = [t, *(view.outputs[0] for view in match.bindings["views"])]
-        yield match.uses.visible.isdisjoint(shown), f"{t} is a result of the graph"
-        others = match.bindings["whole"]
+        yield t not in match.uses.visible, f"{t} is a result of the graph"
+        others = [r for r in match.uses.readers[t] if not isinstance(r.op, Slice)]
         yield not others, f"{t} is also read by {others[0].op.label if others else ''} as a whole"
         yield self.disjoint(match), f"the slices of {t} overlap, so elements would be computed twice"
 
     def disjoint(self, match: Match) -> bool:
         """Whether the slices of an array provably do not overlap: along one dimension, one after the other."""
-        slices = list(dict.fromkeys(cut.op for cut in match.bindings["cuts"].values()))
-        if len({s.dim for s in slices}) != 1:
+        (t,) = match.bindings["f"].outputs
+        slices = list(dict.fromkeys(r.op for r in match.uses.readers[t]))
+        if len({s.dim for s in slices if isinstance(s, Slice)}) != 1:
             return len(slices) == 1
-        ranges = [(s.start, s.stop) for s in slices]
+        ranges = [(s.start, s.stop) for s in slices if isinstance(s, Slice)]
         if not all(isinstance(bound, int) for pair in ranges for bound in pair):
             return len(ranges) == 1
         ordered = sorted(ranges)
@@ -65,72 +60,39 @@ class SliceFirst(Rewrite):
 
     def traffic(self, match: Match) -> Dim:
         """The difference in bytes, counted on the operator and its slices alone."""
-        slices = [cut.node for cut in match.bindings["cuts"].values()]
-        apart = excerpt(match.uses, [match.bindings["f"], *match.bindings["views"], *slices])
+        apart = excerpt(match.uses, [match.bindings["f"], *match.bindings["slices"]])
         (alone,) = (m for m in self.matches(apart) if m.root.outputs == match.root.outputs)
         return simplify(traffic(self.sweep(apart, {id(alone.root): alone})).bytes - traffic(apart).bytes)
 
     def sweep(self, graph: Graph, chosen: Mapping[int, Match]) -> Graph:
-        slices = ((m, cut.node) for m in chosen.values() for cut in m.bindings["cuts"].values())
+        made: dict[tuple[str, Slice], Value] = {}  # slices that are equal are computed once, else they would double
+        shared = [replace(m, bindings={**m.bindings, "made": made}) for m in chosen.values()]
+        slices = ((m, node) for m in shared for node in m.bindings["slices"])
         return super().sweep(graph, {id(node): replace(m, root=node) for m, node in slices})
 
     def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
-        f, cut = match.bindings["f"], match.bindings["cuts"][match.root.outputs[0]].op
-        whole = match.uses.graph.tensors[f.outputs[0]].shape
+        f, cut = match.bindings["f"], match.root.op
+        assert isinstance(cut, Slice)
+        whole, made = match.uses.graph.tensors[f.outputs[0]].shape, match.bindings["made"]
         operands = []
         for name in f.inputs:
             operand = values[name]
             dim = cut.dim - len(whole) + operand.tensor.rank
             if dim >= 0 and (same(whole[cut.dim], 1) or not same(operand.shape[dim], 1)):
-                operand = operand.slice(dim, cut.start, cut.stop, cut.step)
+                own = replace(cut, dim=dim)
+                if (name, own) not in made:
+                    made[name, own] = operand.apply(own)
+                operand = made[name, own]
             operands.append(operand)
-        (y,) = builder.emit(f.op, *operands)
-        shape = match.uses.graph.tensors[match.root.outputs[0]].shape
-        yield y if same_shape(y.shape, shape) else y.view(shape)
+        if (f.outputs[0], cut) not in made:
+            (made[f.outputs[0], cut],) = builder.emit(f.op, *operands)
+        yield made[f.outputs[0], cut]
 
     def run(self, graph: Graph) -> Graph:
         """Move slices until they precede all elementwise operators; one sweep per operator of a chain."""
         while (moved := super().run(graph)) is not graph:
             graph = moved
         return graph
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A slice of an array, or of a view of it, and what it cuts from the array itself."""
-
-    node: Node
-    op: Slice
-
-
-def _readers(uses: Uses, t: str) -> tuple[list[Node], dict[str, Cut], list[Node]]:
-    """The readers of an array: views that only change dimensions of size 1, slices by their results, and all others."""
-    views: list[Node] = []
-    cuts: dict[str, Cut] = {}
-    others: list[Node] = []
-    for reader in dict.fromkeys(uses.readers[t]):
-        if isinstance(reader.op, View) and (dims := _dims(uses, t, reader.outputs[0])) is not None:
-            views.append(reader)
-            for node in dict.fromkeys(uses.readers[reader.outputs[0]]):
-                if isinstance(node.op, Slice) and node.op.dim in dims:
-                    cuts[node.outputs[0]] = Cut(node, replace(node.op, dim=dims[node.op.dim]))
-                else:
-                    others.append(node)
-        elif isinstance(reader.op, Slice):
-            cuts[reader.outputs[0]] = Cut(reader, reader.op)
-        else:
-            others.append(reader)
-    return views, cuts, others
-
-
-def _dims(uses: Uses, x: str, view: str) -> dict[int, int] | None:
-    """Dimension of a view -> that of `x`, for those larger than 1; None if the view changes others than those of 1."""
-    before, after = uses.graph.tensors[x], uses.graph.tensors[view]
-    own, shown = ([d for d, size in enumerate(t.shape) if not same(size, 1)] for t in (before, after))
-    sizes = tuple(before.shape[d] for d in own), tuple(after.shape[d] for d in shown)
-    if before.order is not None or after.order is not None or not same_shape(*sizes):
-        return None
-    return dict(zip(shown, own, strict=True))
 
 
 def excerpt(uses: Uses, nodes: Sequence[Node]) -> Graph:

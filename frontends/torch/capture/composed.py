@@ -176,20 +176,18 @@ def _multi_head_attention() -> Callable[..., Any]:
 
 
 def layer_by_layer(kind: str) -> Callable[..., Any]:
-    """A recurrent network; PyTorch's decomposition leaves out dropout between its layers, and batches come second."""
+    """A recurrent network with dropout between its layers, which PyTorch's decomposition leaves out."""
     function = getattr(torch, kind)
 
     def run(x: torch.Tensor, hidden: Any, weights: Any, *options: Any) -> Any:
         if isinstance(weights, torch.Tensor):  # a packed sequence
             return function(x, hidden, weights, *options)
         biases, layers, dropout, train, both, batch_first = options
-        if batch_first:  # the rows of all steps are one matrix if they lie in the order of steps
-            results = run(x.transpose(0, 1).contiguous(), hidden, weights, *options[:-1], False)
-            return (results[0].transpose(0, 1), *results[1:])
         if dropout == 0 or not train or layers == 1:
             return function(x, hidden, weights, *options)
         states = hidden if kind == "lstm" else (hidden,)
         held, turns = len(weights) // layers, 2 if both else 1
+        x = x.transpose(0, 1) if batch_first else x
         last = []
         for i in range(layers):
             own = [s[turns * i : turns * (i + 1)] for s in states]
@@ -197,6 +195,7 @@ def layer_by_layer(kind: str) -> Callable[..., Any]:
             x, *following = function(x, own if kind == "lstm" else own[0], part, biases, 1, 0.0, train, both, False)
             last.append(following)
             x = F.dropout(x, dropout) if i < layers - 1 else x
+        x = x.transpose(0, 1) if batch_first else x
         return (x, *(torch.cat(parts) for parts in zip(*last, strict=True)))
 
     return run

@@ -283,6 +283,16 @@ def test_slices_move_in_front_of_elementwise_operators() -> None:
     assert traffic(fused).bytes == 4 * (24 + 6 + 12)
 
 
+def test_equal_slices_of_a_recurrence_are_one() -> None:
+    """Each state is read twice by the next one: slices of slices would double at every step."""
+    steps = [f"%k{k} = mul(%a, %h{k})\n%t{k} = tanh(%k{k})\n%h{k + 1} = add(%h{k}, %t{k})" for k in range(12)]
+    body = "\n".join(["%h0 = exp(%x)", *steps, "%y = slice(%h12, dim=1, start=0, stop=2)"])
+    before = program("x: f32[4, 8], a: f32[8]", body, "%y")
+    after = SliceFirst().run(before)
+    check_same(before, after)
+    assert sum(not isinstance(n.op, Slice) for n in after.nodes) == 3 * 12 + 1
+
+
 def test_overlapping_slices_stay() -> None:
     graph = program(
         "x: f32[6]",
