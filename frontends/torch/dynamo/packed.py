@@ -132,7 +132,7 @@ def _is_packed(variable: Any) -> bool:
 def _can_be_padded(x: Any, lengths: Any = None, *more: Any) -> bool:
     """Whether the arguments of `pack_padded_sequence` are sequences and a tensor of lengths, on a CPU."""
     tensors = [v for v in (x, lengths) if isinstance(v, TensorVariable)]
-    examples = [v.as_proxy().node.meta.get("example_value") for v in tensors]
+    examples: list[Any] = [v.as_proxy().node.meta.get("example_value") for v in tensors]
     on_cpu = all(isinstance(e, Tensor) and e.device.type == "cpu" for e in examples)
     return len(examples) == 2 and on_cpu and examples[0].dim() > 1 and not torch.is_autocast_enabled("cpu")
 
