@@ -156,6 +156,29 @@ def test_messages_that_are_given_once_reach_the_user(way: str, tmp_path: Path) -
     assert [record.getMessage() for record in said.buffer] == ["deprecated: Announcing"] and breaks == []
 
 
+@functools.lru_cache
+def available() -> bool:
+    LOGGER.warning("looked for a package")
+    return True
+
+
+def test_a_cached_answer_has_had_its_effects(tmp_path: Path) -> None:
+    """Libraries ask at import whether a package is there, and log it; a step that asks again is one program."""
+
+    class Asking(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.l(x).tanh() if available() else self.l(x)
+
+    available()
+    said = logging.handlers.BufferingHandler(100)
+    LOGGER.handlers = [said]
+    model = Asking()
+    step = dt.training_step(model, torch.sum, torch.optim.SGD(model.parameters(), lr=0.1), cache=tmp_path)
+    for _ in range(3):
+        step(torch.ones(2, 4))
+    assert not step.breaks and not said.buffer
+
+
 def test_a_message_that_reads_the_computation_is_left_out_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

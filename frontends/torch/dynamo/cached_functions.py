@@ -12,6 +12,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 
 from daceml_train.frontends.torch.traces import Traces
@@ -55,6 +56,8 @@ def _install() -> None:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         wrapper = self.wrapper_obj
         if traces.depth and hasattr(wrapper, "cache_info") and not _is_library(wrapper) and acts(wrapper):
+            if (known := _cached(wrapper, args, kwargs)) is not None:
+                return known
             unimplemented(
                 gb_type="a cached function",
                 context=str(wrapper),
@@ -64,6 +67,17 @@ def _install() -> None:
         return original(self, tx, args, kwargs)
 
     wrappers.call_function = call_function
+
+
+def _cached(wrapper: Any, args: Any, kwargs: Any) -> ConstantVariable | None:
+    """The constant that a function without arguments has returned before; None if there is none.
+
+    Its effects, such as a line in a log about a package that was looked for, are in the past.
+    """
+    if args or kwargs or wrapper.cache_info().currsize != 1:
+        return None
+    result = wrapper()
+    return ConstantVariable.create(result) if isinstance(result, bool | int | float | str | None) else None
 
 
 def _is_library(wrapper: Any) -> bool:
