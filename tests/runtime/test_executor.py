@@ -243,7 +243,8 @@ def test_an_operator_written_in_python() -> None:
     call_once("daceml_executor::halve", "", [x], [x / 2])
 
 
-def test_a_view_kept_by_an_operator_does_not_move() -> None:
+def test_what_an_operator_keeps_does_not_change() -> None:
+    """It has memory of its own once the plan's memory, or that of other arguments, is shown to the next call."""
     kept: list[torch.Tensor] = []
 
     @torch.library.custom_op("daceml_executor::keep", mutates_args=())
@@ -261,7 +262,7 @@ def test_a_view_kept_by_an_operator_does_not_move() -> None:
     builder.plan.finalize(0, [slot])
     builder.plan.run([first])
     builder.plan.run([second])
-    assert [tensor.data_ptr() for tensor in kept] == [first.data_ptr(), second.data_ptr()]
+    assert [tensor.tolist() for tensor in kept] == [first.tolist(), second.tolist()]
 
 
 def test_the_callers_modes_do_not_leak_in() -> None:
