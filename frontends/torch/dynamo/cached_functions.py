@@ -12,6 +12,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 
@@ -69,7 +70,7 @@ def _install() -> None:
     wrappers.call_function = call_function
 
 
-def _cached(wrapper: Any, args: Any, kwargs: Any) -> ConstantVariable | None:
+def _cached(wrapper: Any, args: Any, kwargs: Any) -> VariableTracker | None:
     """The constant that a function without arguments has returned before; None if there is none.
 
     Its effects, such as a line in a log about a package that was looked for, are in the past.
