@@ -82,7 +82,7 @@ def _newest_first(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]
 
 
 def page(results: dict[str, Any]) -> Iterator[str]:
-    """The page line by line: what each processor has, then networks one by one, each where it was measured last."""
+    """The page line by line: what each processor has, then networks one by one."""
     yield HEAD
     drawn = _drawn(results)
     for processor, found in _newest_first(results):

@@ -175,7 +175,8 @@ def _refuse(what: str) -> None:
 def _install() -> None:
     _replaced(UserFunctionVariable, "fn")
     _replaced(SkipFunctionVariable, "value")
-    kept: Any = SideEffects.codegen_save_tempvars
+    effects: Any = SideEffects
+    kept = effects.codegen_save_tempvars
 
     @functools.wraps(kept)
     def codegen_save_tempvars(self: Any, cg: Any) -> None:
@@ -183,7 +184,7 @@ def _install() -> None:
             _refuse("a packed sequence that Python keeps")
         kept(self, cg)
 
-    SideEffects.codegen_save_tempvars = codegen_save_tempvars  # type: ignore[method-assign]
+    effects.codegen_save_tempvars = codegen_save_tempvars
     builtin: Any = BuiltinVariable
     isinstance_of = builtin.call_isinstance
 
