@@ -121,6 +121,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._assert_async",
         "torch._check",
         "torch._decomp.core_aten_decompositions",
+        "torch._decomp.decompositions.upsample_compute_output_size",
         "torch._functorch._aot_autograd.schemas.GraphSignature",
         "torch._functorch.aot_autograd.aot_export_joint_simple",
         "torch._functorch.aot_autograd.aot_export_module",

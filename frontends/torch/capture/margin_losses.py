@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
 
 
 def _multi_margin_loss(
@@ -42,22 +39,8 @@ def _positive(z: Tensor) -> Tensor:
     return torch.where(z > 0, z, 0)
 
 
-_LOSSES: dict[Any, Any] = {
+KERNELS: dict[Any, Any] = {
     torch.ops.aten.multi_margin_loss.default: _multi_margin_loss,
     torch.ops.aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
 }
-
-
-@contextlib.contextmanager
-def ours() -> Iterator[None]:
-    """Traces take these in place of PyTorch's decompositions, which stand above any table given to a trace."""
-    before = {op: op.py_kernels.get(DispatchKey.Autograd) for op in _LOSSES}
-    for op, function in _LOSSES.items():
-        op.py_kernels[DispatchKey.Autograd] = function
-        op._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        for op, function in before.items():
-            op.py_kernels[DispatchKey.Autograd] = function
-            op._dispatch_cache.clear()
+"""Operator overload -> its Python kernel in traces."""

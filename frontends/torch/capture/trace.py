@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from daceml_train.errors import DacemlError, Unsupported
-from daceml_train.frontends.torch.capture import margin_losses
+from daceml_train.frontends.torch.capture import python_kernels
 from daceml_train.frontends.torch.capture.decompositions import table, table_with_random_operators
 from daceml_train.frontends.torch.capture.prepass import GradientAware
 from daceml_train.frontends.torch.capture.rng_draws import Randomness
@@ -130,7 +130,7 @@ def trace(
     decompositions = table() if randomness == "seeded" else table_with_random_operators()
     aware = GradientAware(module, grad_enabled, further)
     try:
-        with functorch_levels(), _without_onednn(), margin_losses.ours():
+        with functorch_levels(), _without_onednn(), python_kernels.ours():
             graph, signature = aot_export_module(
                 aware, (attributes, *operands), trace_joint=False, decompositions=decompositions
             )

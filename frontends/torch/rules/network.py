@@ -425,6 +425,8 @@ def _resample(t: Translator, x: Value, size: Sequence[Any], *options: Any, mode:
     given = (*scales, *[None] * (spatial - len(scales)))
     if any(not isinstance(s, float | int | None) for s in given) or 0 in x.shape:
         return None
+    if corners and not x.dtype.is_float:
+        return None  # PyTorch's weights of integers are integers, too
     return t.emit(
         "resample",
         x,

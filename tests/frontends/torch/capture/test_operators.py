@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -246,3 +247,11 @@ def test_an_operator_that_autograd_does_not_know_has_the_gradient_of_its_kernel(
         found.append(layer.weight.grad)
     assert found[0] is not None and torch.equal(found[0], torch.full((3, 3), 4.0))
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [{"scale_factor": 2}, {"scale_factor": 1.5}, {"size": (7, 9)}], ids=str)
+def test_resampling_is_one_operator(mode: str, size: dict[str, Any]) -> None:
+    """PyTorch's decompositions gather elements, and the derivative of that scatters."""
+    session = dt.Session(torch.nn.Upsample(mode=mode, **size), torch.randn(2, 3, 4, 6, requires_grad=True))
+    assert [node.op.label for node in session.graph.nodes] == ["resample", "resample_grad"]
