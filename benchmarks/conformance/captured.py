@@ -176,7 +176,7 @@ def _call(graph: fx.Graph, p: Prepared, arguments: list[Any]) -> fx.Node:
 
 
 def _named(op: Any) -> Callable[..., Any]:
-    """The entry's function, with a name: the pre-pass takes what it knows by identity, what changes inputs by name."""
+    """The entry's function, named as PyTorch's: the pre-pass takes what it knows by identity, others by name."""
     if hasattr(op.op, "__name__") and op.op.__name__ != "<lambda>":
         function: Callable[..., Any] = op.op
         return function
@@ -185,6 +185,7 @@ def _named(op: Any) -> Callable[..., Any]:
         return op.op(*args, **kwargs)
 
     call.__name__ = op.name.replace(".", "_")
+    call.__module__ = "torch"
     return call
 
 

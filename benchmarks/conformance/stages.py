@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.conformance import captured, compiled
+from benchmarks.conformance import captured, compiled, refused
 from benchmarks.conformance.outcome import Outcome, Row, row
 from benchmarks.conformance.samples import LEFT_OUT, THROUGH_OPTIMIZE, entries, label, samples
 
@@ -25,6 +25,8 @@ class Stage:
     count: int | None
     gradients: bool
     compiled: bool
+    refused: bool = False
+    """Whether samples are given element types that most operators do not take."""
 
     def entries(self) -> list[Any]:
         """The entries of the stage, those that are left out by declaration included."""
@@ -44,6 +46,8 @@ class Stage:
             return
         if op.name in LEFT_OUT:
             yield from (Outcome(str(i), "left out", LEFT_OUT[op.name]) for i in range(len(given)))
+        elif self.refused:
+            yield from refused.outcomes(op, given)
         elif self.compiled or op.name in THROUGH_OPTIMIZE:
             yield from compiled.outcomes(op, iter(given), len(given), cache, self.gradients)
         else:
@@ -64,6 +68,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("bfloat16", "bfloat16, values, interpreted", torch.bfloat16, 4, False, False),
     Stage("int64", "int64, values, interpreted", torch.int64, 4, False, False),
     Stage("bool", "bool, values, interpreted", torch.bool, 4, False, False),
+    Stage("refused", "element types that eager execution may refuse", torch.float32, 2, False, False, refused=True),
 )
 """In the order in which they run."""
 

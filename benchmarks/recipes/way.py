@@ -99,11 +99,17 @@ class Way:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the programs that run: what says that it is compiled, and runs as PyTorch does, is found by this."""
+        """Count the programs that run: what says that it is compiled, and runs as PyTorch does, is found by this.
+
+        Python runs the first calls of a compiled graph; its later ones are counted where they run.
+        """
         owner, name = (BoundStep, "run") if self.kind == "training_step" else (CompiledGraph, "forward")
         run = getattr(owner, name)
+        graphs: dict[CompiledGraph, int] = {}
 
         def counted(program: Any, *arguments: Any, **keywords: Any) -> Any:
+            if isinstance(program, CompiledGraph):
+                graphs.setdefault(program, program.native_runs)
             result = run(program, *arguments, **keywords)
             self.ran += result is not None
             return result
@@ -113,6 +119,7 @@ class Way:
             yield
         finally:
             setattr(owner, name, run)
+            self.ran += sum(graph.native_runs - before for graph, before in graphs.items())
 
     def note(self, name: str, value: Any) -> None:
         """Keep something that is compared: a tensor, a number, or what is equal or not."""

@@ -155,7 +155,12 @@ class CompiledGraph:
     @property
     def runs(self) -> int:
         """How often it has run."""
-        return self._runs + (0 if self._native is None else self._native.runs)
+        return self._runs + self.native_runs
+
+    @property
+    def native_runs(self) -> int:
+        """How often it has run without Python."""
+        return 0 if self._native is None else self._native.runs
 
     @property
     def entry(self) -> Callable[..., Any]:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.testing._internal.opinfo.core import SampleInput
 
-from benchmarks.conformance import captured, compiled, report
+from benchmarks.conformance import captured, compiled, refused, report
 from benchmarks.conformance.compare import Results, difference
 from benchmarks.conformance.outcome import Outcome, general, row
 from benchmarks.conformance.samples import LEFT_OUT, THROUGH_OPTIMIZE, entries, label, samples
 from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.capture import prepass
 
 
 def results(*values: torch.Tensor) -> Results:
@@ -163,3 +164,13 @@ def test_the_command(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     (line,) = (tmp_path / "r.0-of-1.jsonl").read_text().splitlines()
     assert json.loads(line)["entry"] == "exp" and "captured" in ran.stdout
+
+
+def test_what_eager_execution_refuses_is_wrong_if_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = entry("nn.functional.gelu")
+    given = list(samples(op, torch.float32, False))[:1]
+    assert not [o for o in refused.outcomes(op, given) if o.kind == "wrong"]
+    monkeypatch.setattr(prepass, "refusal", lambda *arguments: "")
+    wrong = [o for o in refused.outcomes(op, given) if o.kind == "wrong"]
+    assert [o.sample for o in wrong] == ["0 of torch.int64", "1 of torch.bool", "3 first of torch.int64"]
+    assert all("GeluKernelImpl" in o.detail for o in wrong)

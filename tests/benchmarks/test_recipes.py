@@ -40,3 +40,9 @@ def test_a_step_that_runs_in_pieces_and_does_not_say_so(monkeypatch: pytest.Monk
     monkeypatch.setattr(TrainingStep, "_along_a_path", lambda *_: None)
     (row,) = run("x", recipe, ("training_step",))
     assert row.kind == "fallback" and row.said == "0 programs ran in 5 steps, and nothing says why"
+
+
+@pytest.mark.compiled
+def test_calls_without_python_are_counted() -> None:
+    (row,) = run("batch sizes", dict(loops.recipes())["evaluation between the steps"], ("optimize",))
+    assert row.kind == "same", row.said

@@ -22,6 +22,7 @@ from daceml_train.frontends.torch.capture.checkpointed import refuse_absent_grad
 from daceml_train.frontends.torch.capture.composed import REPLACED, REPLACED_IN_FUNCTORCH, REPLACED_METHODS
 from daceml_train.frontends.torch.capture.control import CONTROL, control_of
 from daceml_train.frontends.torch.capture.operators import CustomFunction, custom_functions, result_counts
+from daceml_train.frontends.torch.capture.refusals import refusal
 from daceml_train.frontends.torch.dynamo.origin import origin
 from daceml_train.frontends.torch.overlap import refuse_lost_writes
 
@@ -73,6 +74,10 @@ class _Interpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
         refuse_lost_writes(n, changed_in_place(n))
+        if n.op in ("call_function", "call_method") and (
+            said := refusal(n.target, *self.fetch_args_kwargs_from_env(n))
+        ):
+            raise Unsupported(f"{_name(n.target)} of element types that PyTorch refuses: {said}", where=str(origin(n)))
         try:
             result = super().run_node(n)
         except DacemlError:

@@ -334,8 +334,8 @@ def _logit(t: Translator, x: Value, eps: float | None = None) -> Value | None:
     x = x.cast(_float(t))
     if eps is not None and eps >= 0:
         low, high = t.value(eps, x.dtype), t.value(1 - eps, x.dtype)
-        x = t.emit("where", t.emit("lt", x, low), low, x)
-        x = t.emit("where", t.emit("gt", x, high), high, x)
+        inside = t.emit("where", t.emit("gt", x, high), high, x)
+        x = t.emit("where", t.emit("lt", x, low), low, inside)  # above 0.5, `low` is the upper bound, and prevails
     return x.unary("logit")
 
 

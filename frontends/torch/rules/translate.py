@@ -17,7 +17,6 @@ from daceml_train.errors import DacemlError, Invalid, Unsupported
 from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.capture.rng_draws import Draw, Randomness, draw_of, is_random
 from daceml_train.frontends.torch.dynamo.origin import origin
-from daceml_train.frontends.torch.rules.refusals import admitted
 from daceml_train.frontends.torch.rules.size_numbers import Unproven, is_ratio, real
 from daceml_train.graph.graph import Graph, Role
 from daceml_train.graph.node import SEED
@@ -31,6 +30,7 @@ Rule = Callable[..., Any]
 
 RULES: dict[str, Rule] = {}
 """ATen overload, such as `aten.add.Tensor`, -> its rule. `table` fills it."""
+
 
 Function = TypeVar("Function", bound=Rule)
 
@@ -369,7 +369,7 @@ class Translator:
             numbers = self.drawn(draw_of(node), types.tensor(node.meta["val"]))
             self._check(name, node, numbers)
             return numbers
-        known = admitted(RULES.get(name), node) if name in _OF_ANY_NUMBERS or not _is_complex(node) else None
+        known = RULES.get(name) if name in _OF_ANY_NUMBERS or not _is_complex(node) else None
         result = known(self, *arguments, **keywords) if known is not None else None
         if result is None:
             result = self.fallback(self, node, arguments, keywords)

@@ -82,3 +82,10 @@ def test_bytes_are_resampled_with_weights_that_are_integers(mode: str) -> None:
         warnings.simplefilter("ignore")
         ours = torch.compile(lambda x: F.interpolate(x, scale_factor=1.7, mode=mode), backend="daceml_train")(image)
     assert torch.equal(ours, F.interpolate(image, scale_factor=1.7, mode=mode))
+
+
+@pytest.mark.parametrize("eps", [0.1, 0.5, 0.7, 1.0])
+def test_the_lower_bound_of_logit_prevails(eps: float) -> None:
+    x = torch.tensor([0.0, 0.2, 0.5, 0.6, 0.9, 1.0])
+    ours = torch.compile(lambda x: torch.logit(x, eps), backend="daceml_train")(x)
+    torch.testing.assert_close(ours, torch.logit(x, eps))
