@@ -27,7 +27,8 @@ The bytes of one training step, float32, as `analysis.traffic` and `frontends.to
 every kernel and every library call reads each distinct operand once and writes its results, and moves what its
 library reorders. Eager is PyTorch as it runs: one ATen kernel after another, the optimizer's included; views cost
 nothing. *Captured* is our graph with one kernel per leaf operator, which is more, since a softmax or an Adam update
-consists of several leaves.
+consists of several leaves. Within the last level, `RematerializeCheap` computes arrays again where that lowers peak
+memory for little time, so this level may add bytes.
 """
 
 
