@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import warnings
 from collections import Counter
@@ -30,6 +31,8 @@ from daceml_train.errors import INTERNAL, Invalid
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "recipes.json", ROOT / "docs" / "results" / "recipes.md"
 MARKS = "<!-- figures: begin -->", "<!-- figures: end -->"
+_INSTALLED = re.compile(r"/\S*/site-packages/")
+"""Where packages are on this machine, in a reason that names a file of theirs."""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """In units of the largest element: rounding of five steps in another order of additions. Gradients below the floor are
 zero but for rounding (of a bias before a batch normalization)."""
@@ -108,7 +111,7 @@ def _compared(name: str, way: Way, eager: Way, error: Exception | None, raised: 
     found = (differs(key, value, eager.seen[key], loose, narrow) for key, value in way.seen.items())
     if message := next(filter(None, found), ""):
         return "wrong", message
-    reasons = [" ".join(reason.split()) for reason in way.reasons()]
+    reasons = [_INSTALLED.sub("", " ".join(reason.split())) for reason in way.reasons()]
     kind = "wrong" if any(r.startswith(INTERNAL) for r in reasons) else "fallback" if reasons else "same"
     return kind, "; ".join(reasons)
 
