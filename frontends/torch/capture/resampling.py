@@ -21,7 +21,8 @@ def _by_scale(operator: Any, input: Tensor, output_size: Any, *flags: Any) -> Te
     """`operator.vec`, whose last argument is the scales, as `operator.default`, which is given the size as well."""
     *corners, scales = flags
     size = upsample_compute_output_size(input.size(), output_size, scales)
-    return operator.default(input, size, *corners, *(scales or [None] * len(size)))  # type: ignore[no-any-return]
+    result: Tensor = operator.default(input, size, *corners, *(scales or [None] * len(size)))
+    return result
 
 
 def kernels() -> Mapping[Any, Callable[..., Any] | None]:

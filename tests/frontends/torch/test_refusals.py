@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import daceml_train as dt  # noqa: F401  (registers the backend)
-
 FLOATS, INTEGERS, TRUTHS = torch.tensor([1.0, 2.0, -3.0]), torch.tensor([1, 2, 3]), torch.tensor([True, False])
 WIDE = FLOATS.double()
 
