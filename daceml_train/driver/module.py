@@ -34,7 +34,7 @@ from daceml_train.driver.recursion import Recursion, recursion_of
 from daceml_train.driver.refused import Refused
 from daceml_train.driver.sdfg_programs import sdfg_of
 from daceml_train.driver.settings import Settings
-from daceml_train.errors import DacemlError, Invalid, Unsupported, internal, why
+from daceml_train.errors import DacemlError, Invalid, Unsupported, why
 from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture import gradient_hooks
 from daceml_train.frontends.torch.capture.capture import Captured, capture
@@ -151,11 +151,8 @@ class Backend:
             return result.entry if isinstance(result, CompiledGraph) else result
         except Exception as error:  # training continues whatever fails in here
             scalars.start_over()
-            refused = Refused(as_eager(module))
-            if internal(error):  # unless the arguments are at fault: shapes and types are traced more leniently
-                refused.note = functools.partial(self.break_off, why(error))
-            else:
-                self.break_off(why(error))
+            # Unless the arguments are at fault, whose error PyTorch raises: shapes and types are traced more leniently.
+            refused = Refused(as_eager(module), functools.partial(self.break_off, why(error)))
         self.programs[frame()] = [*recent[1 - STORM :], refused]
         return refused
 

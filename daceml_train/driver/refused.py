@@ -11,7 +11,7 @@ from typing import Any
 class Refused:
     """A graph that PyTorch runs; counts how often.
 
-    `note` says why, if that could be a defect of ours: it is called once PyTorch has accepted the arguments.
+    `note` says why: it is called once PyTorch has accepted the arguments.
     """
 
     forward: Callable[..., Any]

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -68,9 +69,9 @@ def test_pages_named_in_sources_exist() -> None:
 
 
 def _exists(name: str) -> bool:
-    """Whether a file is named by its path from the root, the package, or the folder of kernels written by hand."""
-    library = PACKAGE / "codegen" / "library"
-    return any((folder / name).exists() for folder in (ROOT, PACKAGE, library, PACKAGE / "runtime"))
+    """Whether a file is named by its path from the root, the package, the kernels written by hand, or PyTorch."""
+    library, packages = PACKAGE / "codegen" / "library", Path(torch.__file__).parents[1]
+    return any((folder / name).exists() for folder in (ROOT, PACKAGE, library, PACKAGE / "runtime", packages))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
