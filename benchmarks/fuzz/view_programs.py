@@ -68,8 +68,8 @@ def _laid_out(values: Tensor, layout: str) -> Tensor:
         return values.permute(order).contiguous().permute(order)
     if layout == "sliced":
         wide = torch.zeros(*values.shape[:-1], 2 * values.shape[-1])
-        wide[..., ::2] = values
-        return wide[..., ::2]
+        wide[..., 1::2] = values
+        return wide[..., 1::2].detach()  # no view for autograd, and not at the beginning of its memory
     return values
 
 

@@ -7,15 +7,13 @@ and PyTorch calls the function.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch._dynamo import graph_break_hints
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import higher_order_ops
 
-from daceml_train.frontends.torch.traces import Traces
+from daceml_train.frontends.torch.traces import Traces, for_backend
 
 
 @functools.cache
@@ -26,7 +24,7 @@ def _install() -> None:
     def trace(self: Any, tx: Any, ctx: Any, *given: Any, **more: Any) -> Any:
         result = original(self, tx, ctx, *given, **more)
         changed = tx.output.side_effects.store_attr_mutations.get(ctx, {})
-        if "materialize_grads" in changed and (traces.depth or _for_backend(tx.output.compiler_fn)):
+        if "materialize_grads" in changed and (traces.depth or for_backend(tx.output.compiler_fn)):
             frame = tx.frame_summary()
             where = f"(at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"
             message = f"an autograd.Function with set_materialize_grads, whose backward is called by PyTorch {where}"
@@ -44,19 +42,3 @@ def _install() -> None:
 
 traces = Traces(_install)
 """Traces that break at such a function, and note why."""
-_backends: list[Callable[..., Any]] = []
-
-
-def break_for(backend: Callable[..., Any]) -> None:
-    """Let traces for this backend of `torch.compile` break at such a function, too."""
-    _install()
-    _backends.append(backend)
-
-
-def _for_backend(compiler: Any) -> bool:
-    """Whether what TorchDynamo calls with a graph stands for one of these backends."""
-    while compiler is not None:
-        if isinstance(compiler, torch._TorchCompileWrapper):
-            return compiler.compiler_fn in _backends
-        compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
-    return False

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from benchmarks.fuzz import view_checking
 from benchmarks.fuzz.checking import Rejected
-from benchmarks.fuzz.view_checking import check, shrunk
+from benchmarks.fuzz.view_checking import check, differences, shrunk
 from benchmarks.fuzz.view_programs import ViewProgram, random_program
 from benchmarks.fuzz.view_steps import ViewStep, random_step
 from benchmarks.fuzz.view_sweep import program_of, way_of
 from daceml_train.driver import binding, step
+from daceml_train.frontends.torch.dynamo import versions
 
 COLUMN = ViewProgram(0, (3, 4), ("plain", "plain"), ("v0 = x * w", "v0.t()[2].add_(1.0)"), ("v0", "v0[0]"))
 PART = ViewStep(0, (3, 4), ("plain", "plain"), ("v0 = (x * w).sum(1)",), ("v0[0]",), ("v0.detach()",))
@@ -33,6 +35,21 @@ def test_programs_pass() -> None:
     assert not check(COLUMN, "interpreted").wrong
     for seed in (3, 4, 7):
         assert not check(random_program(seed), "interpreted").wrong
+
+
+def test_rounding_that_an_operator_enlarges() -> None:
+    lines = ("b.add_(9.0)", "v1 = torch.conv1d(b, b[:, :, :1])")
+    assert not check(ViewProgram(0, (2, 3, 4), ("plain", "plain"), lines, ("v1.sin()",)), "interpreted").wrong
+    near, far = torch.zeros(3), torch.tensor([0.0, 0.0, 1e-3])
+    assert differences({"v": near}, {"v": far}, {"v": far / 4}) == "v"
+    assert not differences({"v": near}, {"v": far}, {"v": far / 2})
+
+
+def test_versions_of_an_argument_that_begins_inside_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = ViewProgram(0, (3, 4), ("plain", "sliced"), ("v0 = y * w",), ("v0",))
+    assert not check(program, "optimize").wrong
+    monkeypatch.setattr(versions, "start_at_zero", lambda example: None)
+    assert check(program, "optimize").wrong.startswith("y version (2 for 1)")
 
 
 def test_pytorch_refuses_first() -> None:

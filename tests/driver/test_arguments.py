@@ -116,3 +116,16 @@ def test_a_forward_that_raises() -> None:
             optimized(x)
     assert step.breaks == []
     assert_compiled(optimized)
+
+
+@pytest.mark.parametrize("way", ["optimize", "torch.compile"])
+def test_an_argument_that_begins_inside_its_memory_is_not_changed(way: str) -> None:
+    """Its version must not rise: what PyTorch keeps for the backward pass of another function would count as changed."""
+    model = nn.Linear(4, 4)
+    called = dt.optimize(model) if way == "optimize" else torch.compile(model, backend="daceml_train")
+    for _ in range(3):
+        x, w = torch.randn(5, 4)[2:].detach(), torch.randn(3, 4, requires_grad=True)
+        other = (x * w).sum()
+        called(x).sum().backward()
+        assert x._version == 0
+        other.backward()

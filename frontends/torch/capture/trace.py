@@ -21,6 +21,7 @@ from daceml_train.frontends.torch.capture import python_kernels
 from daceml_train.frontends.torch.capture.decompositions import table, table_with_random_operators
 from daceml_train.frontends.torch.capture.prepass import GradientAware
 from daceml_train.frontends.torch.capture.rng_draws import Randomness
+from daceml_train.frontends.torch.dynamo.versions import start_at_zero
 
 
 def first_line(error: Exception) -> str:
@@ -62,6 +63,8 @@ def fake(mode: FakeTensorMode, operand: Any, name: str, source: Source | None = 
         result = mode.from_tensor(
             operand, static_shapes=symbolic is None, symbolic_context=symbolic, source=source, trace=symbolic is None
         )
+        if context is None:  # TorchDynamo's own begin so, and have been changed by its trace since
+            start_at_zero(result)
     if not result.requires_grad:
         return result
     with mode, torch.no_grad():

@@ -51,6 +51,7 @@ from daceml_train.frontends.torch.dynamo import (
     selection,
     size_limits,
     texts,
+    versions,
 )
 from daceml_train.frontends.torch.dynamo.entering import entered, settings
 
@@ -85,6 +86,7 @@ _PATCHES: Any = (
     number_ranges,
     texts,
     called_natively,
+    versions,
 )
 """Modules that change what TorchDynamo does in traces of ours."""
 
