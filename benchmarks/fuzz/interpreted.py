@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from benchmarks.fuzz.checking import Rejected
 from daceml_train.analysis.interpret import interpret
 from daceml_train.driver import compile as road
 from daceml_train.graph.graph import Graph
@@ -45,6 +46,7 @@ class Interpreted:
                 raise InputMismatch(f"input {index} has strides {tensor.stride()}", index)
             arrays[entry.name] = _array(tensor)
         results = interpret(self.graph, arrays)
+        _check_range([*results.outputs, *results.writes.values()])
         slots: dict[int, torch.Tensor] = {}
         outputs = []
         for place, value in zip(self.program.outputs, results.outputs, strict=True):
@@ -63,6 +65,13 @@ class Interpreted:
                 with torch.no_grad():
                     inputs[index].copy_(torch.as_tensor(np.array(results.writes[entry.name])))
         return outputs
+
+
+def _check_range(values: Sequence[np.ndarray[Any, Any]]) -> None:
+    """Raise `Rejected` for numbers that float32 cannot hold: the interpreter's float64 goes on with them."""
+    for value in values:
+        if value.dtype == np.float64 and (np.isfinite(value) & (abs(value) > np.finfo(np.float32).max)).any():
+            raise Rejected("numbers beyond float32")
 
 
 def _slot(slot: Any, sizes: dict[str, int]) -> torch.Tensor:

@@ -54,6 +54,8 @@ def check(program: ViewProgram, way: str) -> Verdict:
             raise Rejected(str(error)) from error
         try:
             found, breaks = _ours(program, way)
+        except Rejected:
+            raise
         except DacemlError as error:
             return Verdict("" if _refused(error) else f"{type(error).__name__}: {error}", (str(error),))
         except Exception as error:

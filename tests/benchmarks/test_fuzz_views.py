@@ -45,6 +45,11 @@ def test_rounding_that_an_operator_enlarges() -> None:
     assert not differences({"v": near}, {"v": far}, {"v": far / 2})
 
 
+def test_numbers_beyond_those_of_the_kernels() -> None:
+    with pytest.raises(Rejected, match="beyond float32"):
+        check(ViewProgram(0, (3, 4), ("plain", "plain"), ("b.mul_(1e30)",), ("b * 2",)), "interpreted")
+
+
 def test_versions_of_an_argument_that_begins_inside_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     program = ViewProgram(0, (3, 4), ("plain", "sliced"), ("v0 = y * w",), ("v0",))
     assert not check(program, "optimize").wrong
