@@ -86,9 +86,9 @@ def check_apart(mutable: Sequence[torch.Tensor], fixed: Sequence[torch.Tensor]) 
 def changed_often(
     captured: Captured, by_name: Mapping[str, torch.Tensor], written: Collection[str]
 ) -> list[tuple[torch.Tensor, int]]:
-    """Tensors that eager execution changes in place more often than a program, which writes once at most; how often."""
+    """Tensors whose changes in place eager execution counts otherwise than a program, which writes once; how far."""
     often = ((name, count - (name in written)) for name, count in captured.changes.items() if name in by_name)
-    return [(by_name[name], count) for name, count in often if count > 0]
+    return [(by_name[name], count) for name, count in often if count]
 
 
 def raise_versions(changed: Iterable[tuple[torch.Tensor, int]]) -> None:
@@ -170,10 +170,17 @@ def viewed(owner: torch.Tensor, source: OutputSource, sizes: Mapping[str, int]) 
         )
     shape, strides = ([evaluate(s, sizes) for s in dims] for dims in (view.shape, view.strides))
     offset = evaluate(view.offset, sizes)
-    if view.dtype is None:
-        return owner.as_strided(shape, strides, owner.storage_offset() + offset)
-    memory = _reinterpreted(owner, view.dtype)
-    return memory.as_strided(shape, strides, memory.storage_offset() + offset)
+    memory = _lazily(owner, False, False)
+    if view.dtype is not None:
+        memory = _reinterpreted(memory, view.dtype)
+    result = memory.as_strided(shape, strides, memory.storage_offset() + offset)
+    return _lazily(result, view.conjugated, view.negated)
+
+
+def _lazily(tensor: torch.Tensor, conjugated: bool, negated: bool) -> torch.Tensor:
+    """A view of the same memory, whose elements are, or are not, lazily conjugated and negated."""
+    tensor = tensor if tensor.is_conj() == conjugated else torch.conj(tensor)
+    return tensor if tensor.is_neg() == negated else torch._neg_view(tensor)
 
 
 def _reinterpreted(owner: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

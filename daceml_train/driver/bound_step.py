@@ -20,6 +20,7 @@ from daceml_train.driver.bound_optimizer import (
     check_state,
     global_hooks,
     in_strides,
+    is_lazy,
     own_step_hooks,
     same_strides,
 )
@@ -49,12 +50,11 @@ from daceml_train.training.gradients import SCALER, scaler_state, scaling_of
 from daceml_train.training.joint import ACCUMULATED, OF_STEP
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
 def hook_tables(modules: Iterable[torch.nn.Module]) -> list[dict[int, Any]]:
     """The dictionaries of the hooks of these modules, and of global module hooks."""
-    everywhere = [getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS]
+    everywhere = [getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS]
     return [*everywhere, *(getattr(module, name) for module in modules for name in _HOOKS)]
 
 
@@ -210,8 +210,8 @@ class BoundStep:
                     fits = same_strides(tensor, strides)
                     self.arguments.append(Argument(position, given[id(tensor)], None if fits else strides))
                     continue
-                if not same_strides(tensor, strides):
-                    raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()})")
+                if not same_strides(tensor, strides) or is_lazy(tensor):
+                    raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()}), or negated")
                 bound = id(tensor) in known or tensor is not by_name[entry.name]
                 if not bound and source.kind in ("tensor", "number"):
                     moving = self.effects is not None and not entry.mutable and entry.name not in captured.changes
@@ -314,8 +314,8 @@ class BoundStep:
         alive = []
         for position, number, strides in self.arguments:
             tensor = flat[number]
-            if strides is not None:
-                alive.append(tensor := in_strides(tensor, strides))
+            if strides is not None or is_lazy(tensor):
+                alive.append(tensor := in_strides(tensor, strides or tensor.stride()))
             self.addresses[position] = tensor._cdata
             self.inputs[position] = tensor
         if self.selected is not None and (misfit := self._select(self.selected, flat)):

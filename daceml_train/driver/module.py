@@ -25,6 +25,7 @@ from daceml_train.driver.faster import SLOWER, SLOWER_LEVELS, FasterModule
 from daceml_train.driver.forests import Forests
 from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.goals import Differentiable, compile_differentiable
+from daceml_train.driver.gradient_modes import leaving
 from daceml_train.driver.inference import compile_inference
 from daceml_train.driver.native_call import needs_python
 from daceml_train.driver.optimizer_updates import update_for
@@ -148,7 +149,7 @@ class Backend:
             else:
                 result = self.compile(module, examples)
             self.programs[frame()] = [*recent[1 - STORM :], result]
-            return result.entry if isinstance(result, CompiledGraph) else result
+            return leaving(result.entry if isinstance(result, CompiledGraph) else result, module)
         except Exception as error:  # training continues whatever fails in here
             scalars.start_over()
             # Unless the arguments are at fault, whose error PyTorch raises: shapes and types are traced more leniently.

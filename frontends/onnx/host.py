@@ -42,6 +42,23 @@ def shape_of(value: Host) -> list[int]:
     return extents
 
 
+_SPLITTER = float((1 << 29) + 1)
+"""The product with it and two differences round 53 bits to 24 (Veltkamp, 1968)."""
+
+_GREATEST = 2.0**127
+"""Of which the product is finite."""
+
+
+def single(value: Host) -> Host:
+    """Numbers rounded to float32, as ONNX computes them; Python's are wider. A symbolic number stays as it is."""
+    if isinstance(value, list | tuple):
+        return [single(item) for item in value]
+    if not isinstance(value, float) or not -_GREATEST < value < _GREATEST:
+        return value
+    large = value * _SPLITTER
+    return large - (large - value)
+
+
 def as_tensor(value: Host, element: torch.dtype) -> torch.Tensor:
     """A host value as a tensor."""
     return torch.tensor(value, dtype=element)

@@ -11,6 +11,7 @@ turns shape arithmetic into Python arithmetic on sizes (`host`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,8 +71,9 @@ class Importer:
 
     def run(self) -> Imported:
         """Import the whole graph. Raises `Invalid` or `Unsupported`, naming operator, domain, version and node."""
-        self._names = {"torch", "as_tensor", "as_host", "expect"}
+        self._names = {"torch", "as_tensor", "as_host", "expect", "single"}
         self.namespace = {"torch": torch, "as_tensor": host.as_tensor, "as_host": host.as_host, "expect": expect}
+        self.namespace["single"] = host.single
         scope = self.initializers(self.graph)
         inputs = []
         reserved = {snake_case(rule.operator) for rule in table()}
@@ -166,7 +168,12 @@ class Importer:
         if computed := self.on_host(rule, node, operands, attributes):
             return [computed]
         call = self.call(rule, node, operands, attributes)
-        if len(node.output) == 1 and node.op_type not in CONTROL:
+        returns = str(rule.function.__annotations__.get("return", ""))
+        if returns == "Tensor" and any(node.output[1:]):
+            raise Unsupported(f"the rule of this operator has one result, the node asks for {len(node.output)}")
+        if node.op_type not in CONTROL and returns.startswith("tuple["):
+            call += "[0]" if len(node.output) == 1 else f"[:{len(node.output)}]"
+        if node.op_type not in CONTROL and (len(node.output) == 1 or returns == "Tensor"):
             return [self.assign(call, node, rule.shape_only)]
         names = [self.fresh() if name else "_" for name in node.output]
         self.emit(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {call}", self.label(node))
@@ -344,9 +351,13 @@ class Importer:
         elif rule.operator in ("Gather", "Slice", "Reshape", "Squeeze", "Unsqueeze"):
             element = self._element(operands[0])
         texts = ["None" if operand is None else self.as_host(operand) for operand in operands]
-        texts += [f"{name}={value!r}" for name, value in chosen.items() if name in known.attributes]
+        taken = {*known.attributes, *known.operands}  # attributes of earlier versions may be operands of later ones
+        texts += [f"{name}={_text(value)}" for name, value in chosen.items() if name in taken]
         name = self.fresh()
-        self.emit(f"{name} = {self.reference(known)}({', '.join(texts)})", self.label(node))
+        call = f"{self.reference(known)}({', '.join(texts)})"
+        if element is torch.float32 and rule.operator in ("Add", "Sub", "Mul", "Div", "Sqrt", "Cast"):
+            call = f"single({call})"
+        self.emit(f"{name} = {call}", self.label(node))
         return Expression(name, element, rule.operator == "Shape")
 
     @staticmethod
@@ -376,7 +387,7 @@ class Importer:
     def as_host(self, operand: Operand) -> str:
         if isinstance(operand, Constant):
             if operand.literal:
-                return repr(operand.value.tolist())
+                return _text(operand.value.tolist())
             return f"as_host({self.as_tensor(operand)})"
         assert operand is not None
         return operand.text if operand.element is not None else f"as_host({operand.text})"
@@ -384,9 +395,7 @@ class Importer:
     def literal(self, value: Any) -> str:
         if isinstance(value, torch.Tensor):
             return self.as_tensor(self.constant(value, "attribute"))
-        if isinstance(value, float) and value in (float("inf"), float("-inf")):
-            return f"float('{value}')"
-        return repr(value)
+        return _text(value)
 
     def reference(self, rule: Rule) -> str:
         """The name of a rule's function in the source."""
@@ -425,6 +434,17 @@ class Importer:
             if any(extent is not None and not 0 <= extent <= GREATEST for extent in extents):
                 raise Invalid(f"input {value.name!r} has the absurd shape {extents}")
         self.emit(f"expect({name}, {value.name!r}, {element}, {extents})", "")
+
+
+def _text(value: Any) -> str:
+    """A number, a string, or a list or tuple of these as Python source; infinity and NaN have no literals."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float('{value}')"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, tuple):
+        return f"({''.join(_text(part) + ', ' for part in value)})"
+    return repr(value)
 
 
 __all__ = ["Constant", "Expression", "Imported", "Importer", "expect"]

@@ -28,6 +28,9 @@ class View:
     strides: Shape
     offset: Dim
     dtype: torch.dtype | None = None
+    conjugated: bool = False
+    negated: bool = False
+    """Whether its elements are lazily conjugated or negated, counted from those in memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,9 +157,11 @@ def _view(example: Tensor, owner: Tensor) -> View | None:
     shape, strides = types.sizes(example.shape), types.sizes(example.stride())
     first = types.size(owner.storage_offset())
     offset = types.size(example.storage_offset())
+    lazy = example.is_conj(), example.is_neg()
     if example.dtype is owner.dtype:
-        return View(shape, strides, offset - first)
-    return View(shape, strides, offset - first * owner.element_size() // example.element_size(), example.dtype)
+        return View(shape, strides, offset - first, None, *lazy)
+    start = first * owner.element_size() // example.element_size()
+    return View(shape, strides, offset - start, example.dtype, *lazy)
 
 
 def version(example: Tensor) -> int:

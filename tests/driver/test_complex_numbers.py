@@ -171,3 +171,20 @@ def test_complex_parameters_are_updated_by_pytorch(kind: Any) -> None:
         found.append(model.filter.detach())
         assert not compiled or step.breaks == ["the update of a complex parameter; PyTorch's own update runs"]
     torch.testing.assert_close(found[1], found[0])
+
+
+class Conjugated(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        y = x * 2
+        return x.conj(), y, y.conj(), x.conj().imag, torch._neg_view(y.real)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("given", [lambda z: z, torch.conj])
+def test_results_that_are_conjugated_or_negated_lazily(given: Any) -> None:
+    x = given(torch.tensor([1 + 2j, 3 - 1j]))
+    expected, found = Conjugated()(x), dt.optimize(Conjugated())(x)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b)
+        assert (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
+    assert found[2].untyped_storage()._cdata == found[1].untyped_storage()._cdata

@@ -69,3 +69,28 @@ def test_steps_draw_anew_and_repeat_with_the_seed() -> None:
     first = losses()
     assert len(set(first)) == 4
     assert losses() == first
+
+
+class Changed(nn.Module):
+    """Changes what dropout returns, which is its input where nothing is dropped."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = F.dropout(x, self.p, self.training)
+        y += 1
+        return x + y, F.dropout(y, self.p, self.training)
+
+
+@pytest.mark.parametrize("way", ["optimize", "torch.compile"])
+@pytest.mark.parametrize(("p", "training"), [(0.5, False), (0.0, True)])
+def test_dropout_that_drops_nothing_is_its_input(way: str, p: float, training: bool) -> None:
+    model = Changed(p).train(training)
+    called = dt.optimize(model) if way == "optimize" else torch.compile(model, backend="daceml_train")
+    for _ in range(2):
+        x = torch.zeros(2)
+        total, same = called(x)
+        assert same is x and x._version == 1
+        torch.testing.assert_close((x, total), (torch.ones(2), torch.full((2,), 2.0)))

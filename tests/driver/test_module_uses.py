@@ -327,3 +327,22 @@ def test_gradients_of_some_operands_of_a_batch_norm(name: str, wanted: str) -> N
         (result * torch.linspace(-1, 2, result.numel()).view(result.shape)).sum().backward()
         found.append((result.detach(), [given[letter].grad for letter in wanted], statistics))
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_gradients_that_a_forward_pass_leaves_disabled_or_enabled(enabled: bool) -> None:
+    class Switching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x)
+            torch.set_grad_enabled(enabled)
+            return y
+
+    module = dt.optimize(Switching())
+    for _ in range(4):  # later ones run without Python
+        with torch.set_grad_enabled(not enabled):
+            assert module(torch.ones(1, 2)).requires_grad is not enabled
+            assert torch.is_grad_enabled() is enabled

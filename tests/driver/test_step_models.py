@@ -315,3 +315,35 @@ def test_recurrent_modules_are_part_of_the_step(kind: type[nn.Module]) -> None:
     for _ in range(3):
         pair.step(torch.randn(4, 5, 8), torch.randn(4, 3))
     pair.whole()
+
+
+def test_lazily_negated_and_zero_tensors() -> None:
+    pair = Pair(mlp())
+
+    def negate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        weight = next(model.parameters())
+        weight.data = torch._neg_view(weight.data.neg())
+
+    for change in (lambda t: t, torch._neg_view):
+        for _ in range(3):
+            x, y = batch()
+            pair.step(change(x), change(y))
+    pair.step(batch()[0], torch._efficientzerotensor(batch()[1].shape))
+    pair.whole()
+    pair.both(negate)
+    with pytest.warns(UserWarning, match="not dense in memory .*, or negated"):
+        pair.step(*batch())
+
+
+def test_versions_of_running_statistics() -> None:
+    """Eager execution changes those of a batch norm unseen: what keeps them for a backward pass is not disturbed."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    step = dt.training_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = copy.deepcopy(model)
+    for _ in range(3):
+        w, x = torch.ones(3, requires_grad=True), torch.randn(6, 4)
+        other = (w * model[1].running_mean).sum()
+        step(x, torch.randn(6, 3))
+        reference(x)
+        assert [b._version for b in model.buffers()] == [b._version for b in reference.buffers()]
+        other.backward()

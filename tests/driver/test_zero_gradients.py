@@ -31,6 +31,8 @@ BODIES: dict[str, Body] = {
     "filled": lambda w, x: torch.fill(w, 2.0).sum(),
     "a matrix to the power of zero": lambda w, x: torch.linalg.matrix_power(w, 0).sum(),
     "signs": lambda w, x: w.sign().sum(),
+    "scattered nothing": lambda w, x: x.scatter_add(1, torch.zeros(4, 0, dtype=torch.long), w[:4, :0]).sum(),
+    "nothing between rows": lambda w, x: x.slice_scatter(w[:0], 0, 2, 2).sum(),
 }
 
 

@@ -18,6 +18,9 @@ from daceml_train.transformations.global_movement.scalar_updates import as_kerne
 STORED = {"bfloat16": DType.bfloat16, "float16": DType.float16}
 """Types in which arrays can be saved."""
 
+_ORDER = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+"""Comparisons. Of a rounded number with one that is not rounded, their result is any."""
+
 
 @dataclass(frozen=True)
 class CompressSaved(Pass):
@@ -30,9 +33,10 @@ class CompressSaved(Pass):
     step, is unchanged to the bit. The relative error of a saved number is at most 2^-8 in `bfloat16`, which has the
     range of float32, and at most 2^-11 in `float16`, where numbers above 65504 become infinite and those below 6e-5
     lose digits. So the error of a gradient that is linear in saved values, such as that of a weight, is at most that
-    share of the sum of its terms' magnitudes. The pass converts float32 arrays of at least `min_bytes`. It runs after
-    the fusion level, whose kernels absorb the casts; library calls read float32, so the whole array is converted back
-    for them, briefly. It works on whole training steps: under `optimize`, the saved arrays are chosen before there are
+    share of the sum of its terms' magnitudes. The pass converts float32 arrays of at least `min_bytes`, but none that
+    the backward pass compares with other arrays, as the gradient of a maximum does. It runs after the
+    fusion level, whose kernels absorb the casts; library calls read float32, so the whole array is converted back for
+    them, briefly. It works on whole training steps: under `optimize`, the saved arrays are chosen before there are
     kernels.
     """
 
@@ -50,6 +54,7 @@ class CompressSaved(Pass):
             return graph  # no whole step
         early = of_loss(graph)
         kept = self.kept(graph, early)
+        kept -= _compared(graph, early, kept)
         return _Stored(graph, early, kept, STORED[self.dtype]).run() if kept else graph
 
     def kept(self, graph: Graph, early: set[str]) -> set[str]:
@@ -75,6 +80,36 @@ class CompressSaved(Pass):
 def of_loss(graph: Graph) -> set[str]:
     """The forward pass: what the loss (the first output) is computed from, and what is produced along with it."""
     return ancestors(graph.nodes, graph.outputs[:1])
+
+
+def _compared(graph: Graph, early: set[str], kept: set[str]) -> set[str]:
+    """Those of `kept` that the backward pass compares with what is no constant, also after elementwise operators."""
+    none: frozenset[str] = frozenset()
+    read = {name: frozenset((name,)) for name in kept}
+    """Per array, those of `kept` that it is computed from elementwise."""
+    constant = {name for node in graph.nodes if not node.inputs for name in node.outputs}
+    found: set[str] = set()
+    for node in graph.nodes:
+        if is_alias(node.op):
+            read[node.outputs[0]] = read.get(node.inputs[0], none)
+            if node.inputs[0] in constant:
+                constant.add(node.outputs[0])
+            continue
+        kernel = as_kernel(node)
+        if kernel is None or not early.isdisjoint(node.outputs):
+            continue
+        pairs = list(zip(kernel.arguments, node.inputs, strict=True))
+        values = {argument: read.get(name, none) for argument, name in pairs}
+        fixed = {argument for argument, name in pairs if name in constant}
+        for s in kernel.statements:
+            sources = none.union(*(values[i] for i in s.inputs))
+            if s.op.label in _ORDER and fixed.isdisjoint(s.inputs):
+                found |= sources
+            if fixed.issuperset(s.inputs):
+                fixed.update(s.outputs)
+            values.update((o, sources) for o in s.outputs)
+        read.update((n, values[y]) for n, y in zip(node.outputs, kernel.yields, strict=True))
+    return found
 
 
 def plain(node: Node) -> Kernel | None:

@@ -116,7 +116,8 @@ def deform_conv(
     shift = offset.reshape(n, offset_group, taps, 2, oh, ow)
     y = shift[:, :, :, 0] + row + tap_row
     z = shift[:, :, :, 1] + column + tap_column
-    groups = x.reshape(n * offset_group, channels // offset_group, height, width)
+    groups = F.pad(x.reshape(n * offset_group, channels // offset_group, height, width), (1, 1, 1, 1))
+    y, z, height, width = y + 1, z + 1, height + 2, width + 2  # where an extent is 1, a grid has no unit
     grid = torch.stack([2 * z / max(width - 1, 1) - 1, 2 * y / max(height - 1, 1) - 1], -1).reshape(
         n * offset_group, taps * oh, ow, 2
     )

@@ -41,7 +41,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "Relu": torch.relu,
     "Round": torch.round,
     "Sigmoid": torch.sigmoid,
-    "Sign": torch.sign,
+    "Sign": lambda x: torch.where(x != x, x, torch.sign(x)),  # of NaN is NaN
     "Sin": torch.sin,
     "Sinh": torch.sinh,
     "Softsign": F.softsign,
@@ -67,6 +67,20 @@ _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+_ORDERED = (torch.gt, torch.ge, torch.lt, torch.le)
+_SIGN = torch.iinfo(torch.int64).min
+
+
+def _wide(x: Tensor, ordered: bool = False) -> Tensor:
+    """As a type with kernels; with the sign bit flipped, int64 has the order of uint64."""
+    wide = x.to(_WIDER.get(x.dtype, x.dtype))
+    return wide ^ _SIGN if ordered and x.dtype is torch.uint64 else wide
+
+
+def _narrow(x: Tensor, element: torch.dtype) -> Tensor:
+    return (x ^ _SIGN if element is torch.uint64 else x).to(element)
+
+
 def _unary(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def elementwise(x: Tensor) -> Tensor:
         return function(x)
@@ -77,7 +91,8 @@ def _unary(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 def _binary(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     def elementwise(a: Tensor, b: Tensor) -> Tensor:
         if a.dtype in _WIDER:  # PyTorch has few kernels for these: two's complement makes a wider type equal, modulo
-            result = function(a.to(_WIDER[a.dtype]), b.to(_WIDER[a.dtype]))
+            order = function in _ORDERED and a.dtype is torch.uint64
+            result = function(_wide(a, order), _wide(b, order))
             return result if result.dtype is torch.bool else result.to(a.dtype)
         return function(a, b)
 
@@ -125,6 +140,8 @@ rule("Div")(_limited(_divide))
 @rule("Pow", since=7)
 def power(a: Tensor, b: Tensor) -> Tensor:
     """The result has the base's type."""
+    if not a.is_floating_point() and b.is_floating_point():
+        return torch.pow(a.double(), b.double()).to(a.dtype)
     return torch.pow(a, b).to(a.dtype)
 
 
@@ -155,11 +172,11 @@ def bit_shift(a: Tensor, b: Tensor, *, direction: str) -> Tensor:
 
 def _folded(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     def elementwise(*xs: Tensor) -> Tensor:
-        wide = _WIDER.get(xs[0].dtype, xs[0].dtype)
-        result = xs[0].to(wide)
+        ordered = function is not torch.add
+        result = _wide(xs[0], ordered)
         for x in xs[1:]:
-            result = function(result, x.to(wide))
-        return result.to(xs[0].dtype)
+            result = function(result, _wide(x, ordered))
+        return _narrow(result, xs[0].dtype) if ordered else result.to(xs[0].dtype)
 
     return elementwise
 
@@ -182,13 +199,12 @@ def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
 @rule("Clip", since=11)
 def clip(x: Tensor, lower: Tensor | None = None, upper: Tensor | None = None) -> Tensor:
     """The upper bound wins where the bounds cross, as ONNX specifies."""
-    wide = _WIDER.get(x.dtype, x.dtype)
-    result = x.to(wide)
+    result = _wide(x, True)
     if lower is not None:
-        result = torch.maximum(result, lower.to(wide))
+        result = torch.maximum(result, _wide(lower, True))
     if upper is not None:
-        result = torch.minimum(result, upper.to(wide))
-    return result.to(x.dtype)
+        result = torch.minimum(result, _wide(upper, True))
+    return _narrow(result, x.dtype)
 
 
 @rule("Clip")
@@ -239,7 +255,7 @@ def hard_sigmoid(x: Tensor, *, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
 
 @rule("Softplus")
 def softplus(x: Tensor) -> Tensor:
-    return F.softplus(x, threshold=math.inf)
+    return F.softplus(x, threshold=40.0)  # beyond it the exact result is x; without one the exponential overflows
 
 
 @rule("Gelu", since=20)
@@ -269,7 +285,7 @@ def is_inf(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> 
 def _first(x: Tensor, axis: int) -> tuple[Tensor, tuple[int, ...]]:
     """`x` as the matrix that operators before version 13 made of it, and its shape."""
     axis = axis % x.dim() if x.dim() else 0
-    return x.reshape(math.prod(x.shape[:axis]), -1), tuple(x.shape)
+    return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:])), tuple(x.shape)
 
 
 @rule("Softmax", since=13)
@@ -310,7 +326,7 @@ def identity(x: Any) -> Any:
     return x
 
 
-def _cast(x: Tensor, number: int, saturate: int) -> Tensor:
+def _cast(x: Tensor, number: int, saturate: int, round_mode: str = "up") -> Tensor:
     """As ONNX converts: into float8 with saturation if asked for, into narrow integers modulo their width."""
     element = elements.dtype(number, "the result of a cast")
     if number in elements.BITS:
@@ -319,6 +335,8 @@ def _cast(x: Tensor, number: int, saturate: int) -> Tensor:
         return (torch.where(low >= 2 ** (bits - 1), low - 2**bits, low) if element is torch.int8 else low).to(element)
     if number == _FLOAT4:
         return _float4(x.float()).to(element)
+    if element is torch.float8_e8m0fnu:
+        return _power_of_two(x, saturate, round_mode)
     if element in _FLOAT8 and saturate:
         # The greatest finite number where PyTorch's cast gives NaN or infinity.
         greatest = torch.finfo(element).max
@@ -327,12 +345,25 @@ def _cast(x: Tensor, number: int, saturate: int) -> Tensor:
     elif element is torch.float8_e4m3fn:  # it has no infinity: what rounds beyond 448 is NaN
         x = torch.where(x.abs() > 464, torch.nan, x)
     if x.is_floating_point() and element in _WIDER:
+        if element is torch.uint64:
+            high = x >= 2.0**63
+            return (torch.where(high, x - 2.0**63, x).to(torch.int64) ^ torch.where(high, _SIGN, 0)).to(element)
         return x.to(torch.int64).to(element)
     return x.to(element)
 
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 _FLOAT4 = 23
+
+
+def _power_of_two(x: Tensor, saturate: int, round_mode: str) -> Tensor:
+    """The exponent of a float32 alone, rounded as asked; beyond the greatest it saturates or is NaN."""
+    bits = x.float().view(torch.int32)
+    exponent, rest = (bits >> 23) & 255, bits & 0x7FFFFF
+    if round_mode != "down":
+        exponent = exponent + (rest >= (0x400000 if round_mode == "nearest" else 1)).int()
+    exponent = exponent.clamp(max=254 if saturate else 255)
+    return torch.where(x.isnan(), 255, exponent).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _float4(x: Tensor) -> Tensor:
@@ -345,12 +376,12 @@ def _float4(x: Tensor) -> Tensor:
 
 @rule("Cast")
 def cast(x: Tensor, *, to: int, saturate: int = 1, round_mode: str = "up") -> Tensor:
-    return _cast(x, to, saturate)
+    return _cast(x, to, saturate, round_mode)
 
 
 @rule("CastLike", since=15)
 def cast_like(x: Tensor, like: Tensor, *, saturate: int = 1, round_mode: str = "up", types: tuple[int, ...]) -> Tensor:
-    return _cast(x, types[1] or elements.number(like.dtype), saturate)
+    return _cast(x, types[1] or elements.number(like.dtype), saturate, round_mode)
 
 
 @rule("BitCast", since=26)

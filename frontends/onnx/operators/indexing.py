@@ -62,9 +62,10 @@ def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = 
     flat = torch.zeros(indices.shape[:-1], dtype=torch.int64)
     for j in range(depth):
         flat = flat * x.shape[j] + _inside(indices[..., j], x.shape[j])
-    rows = x.reshape(math.prod(x.shape[:depth]), -1)
+    width = math.prod(x.shape[depth:])
+    rows = x.reshape(math.prod(x.shape[:depth]), width)
     at = flat.reshape(-1)
-    new = updates.reshape(at.shape[0], -1)
+    new = updates.reshape(at.shape[0], width)
     if reduction == "none":
         return rows.index_copy(0, at, new).reshape(x.shape)
     if reduction == "add":

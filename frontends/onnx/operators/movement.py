@@ -176,7 +176,7 @@ def pad(x: Tensor, pads: Host, value: Tensor | None = None, axes: Host = None, *
 def _pad_constant(x: Tensor, amounts: list[int], value: Tensor | None) -> Tensor:
     if value is None:
         return F.pad(x, amounts)
-    if value.numel() == 1 and not value.requires_grad and not value.is_floating_point():
+    if value.numel() == 1 and value.dtype in (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32):
         return F.pad(x, amounts, value=value.reshape(()).item())
     inside = F.pad(torch.ones_like(x, dtype=torch.bool), amounts, value=False)
     return torch.where(inside, F.pad(x, amounts), value.reshape(()).to(x.dtype))

@@ -45,7 +45,8 @@ def quantize(
         return cast(ratio, to=number or elements.number(element), saturate=saturate)
     shift = 0 if zero is None else _spread(zero, x, axis, block_size).to(torch.int64)
     low, high = elements.bounds(number, element)
-    return torch.clamp(torch.round(ratio).to(torch.int64) + shift, low, high).to(element)
+    whole = torch.clamp(torch.round(ratio).double(), -(2.0**40), 2.0**40).to(torch.int64)  # beyond, int64 would wrap
+    return torch.clamp(whole + shift, low, high).to(element)
 
 
 @rule("DequantizeLinear", since=10)
@@ -55,9 +56,10 @@ def dequantize(
     element = elements.dtype(output_dtype) if output_dtype else scale.dtype
     if x.dtype is torch.int32 or not x.is_floating_point():
         whole = x.to(torch.int64)
-        shifted = (whole if zero is None else whole - _spread(zero, x, axis, block_size).to(torch.int64)).to(
-            scale.dtype
-        )
+        shifted = whole if zero is None else whole - _spread(zero, x, axis, block_size).to(torch.int64)
+        if scale.dtype in (torch.float16, torch.bfloat16):  # which do not represent every int32
+            return (shifted.float() * _spread(scale, x, axis, block_size).float()).to(element)
+        shifted = shifted.to(scale.dtype)
     else:
         shifted = x.to(scale.dtype)
     return (shifted * _spread(scale, x, axis, block_size)).to(element)
@@ -66,7 +68,7 @@ def dequantize(
 @rule("DynamicQuantizeLinear", since=11)
 def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low, high = torch.clamp(x.min(), max=0), torch.clamp(x.max(), min=0)
-    scale = (high - low) / 255
+    scale = torch.where(high == low, 1.0, high - low) / 255
     zero = torch.round(torch.clamp(-low / scale, 0, 255))
     return torch.clamp(torch.round(x / scale) + zero, 0, 255).to(torch.uint8), scale, zero.to(torch.uint8)
 

@@ -44,17 +44,27 @@ def _sum(x: Tensor, dims: list[int], keep: bool) -> Tensor:
     return torch.sum(x, dims, keep)
 
 
+def _whole_mean(x: Tensor, dims: list[int], keep: bool) -> Tensor:
+    """The mean of integers, rounded towards zero."""
+    return torch.div(_sum(x, dims, keep), _count(x, dims), rounding_mode="trunc")
+
+
+def _exact(x: Tensor) -> Tensor:
+    """Integers as float64, of which float32 does not hold all."""
+    return x if x.is_floating_point() else x.double()
+
+
 _REDUCTIONS: dict[str, tuple[Reduce, Callable[[Tensor], Tensor]]] = {
     "ReduceSum": (_sum, lambda x: x),
     "ReduceMean": (
-        lambda x, d, k: torch.mean(x, d, k) if x.is_floating_point() else _sum(x, d, k) // _count(x, d),
+        lambda x, d, k: torch.mean(x, d, k) if x.is_floating_point() else _whole_mean(x, d, k),
         lambda x: x,
     ),
     "ReduceMax": (_extremum(torch.amax, -1), lambda x: x),
     "ReduceMin": (_extremum(torch.amin, 1), lambda x: x),
     "ReduceProd": (_product, lambda x: x),
     "ReduceL1": (lambda x, d, k: _sum(x.abs(), d, k), torch.abs),
-    "ReduceL2": (lambda x, d, k: torch.sqrt(_sum(x * x, d, k)), torch.abs),
+    "ReduceL2": (lambda x, d, k: torch.sqrt(_exact(_sum(x * x, d, k))), torch.abs),
     "ReduceSumSquare": (lambda x, d, k: _sum(x * x, d, k), torch.square),
     "ReduceLogSum": (lambda x, d, k: torch.log(_sum(x, d, k)), torch.log),
     "ReduceLogSumExp": (lambda x, d, k: torch.logsumexp(x, d, k), lambda x: x),

@@ -39,7 +39,7 @@ def resize(
     chosen = [axis % x.dim() for axis in axes] if axes is not None else list(range(x.dim()))
     extents, factors = _target(x, chosen, scales, sizes, keep_aspect_ratio_policy)
     windows = integers(roi) if roi else []
-    result = x if x.is_floating_point() else x.to(torch.float32)
+    result = x if x.is_floating_point() or mode == "nearest" else x.to(torch.float64)
     beyond: list[tuple[int, Tensor]] = []
     for at, axis in enumerate(chosen):
         n, o, factor = x.shape[axis], extents[at], factors[at]
@@ -58,10 +58,10 @@ def resize(
         shape = [1] * x.dim()
         shape[axis] = -1
         result = torch.where(outside.reshape(shape), extrapolation_value, result)
-    if x.is_floating_point():
+    if result.dtype is x.dtype:
         return result
     bounds = torch.iinfo(x.dtype)
-    return torch.clamp(torch.round(result) if mode != "nearest" else result, bounds.min, bounds.max).to(x.dtype)
+    return torch.clamp(torch.round(result), bounds.min, bounds.max).to(x.dtype)
 
 
 def _target(x: Tensor, axes: Sequence[int], scales: Host, sizes: Host, policy: str) -> tuple[list[Any], list[Any]]:

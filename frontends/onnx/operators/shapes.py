@@ -68,7 +68,6 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "Sub": operator.sub,
     "Mul": operator.mul,
     "Div": _truncated,
-    "Mod": operator.mod,
     "Neg": operator.neg,
     "Abs": abs,
     "Max": lambda *xs: _folded(max, xs),
@@ -104,6 +103,11 @@ def _elementwise(function: Callable[..., Any]) -> Callable[..., Host]:
 
 for _name, _function in _ELEMENTWISE.items():
     on_host(_name)(_elementwise(_function))
+
+
+@on_host("Mod")
+def modulo(a: Host, b: Host, *, fmod: int = 0) -> Host:
+    return _map(lambda x, y: x - y * _truncated(x, y) if fmod else x % y, a, b)
 
 
 @on_host("Identity")
@@ -210,22 +214,34 @@ def reshape(x: Host, extents: Host, *, allowzero: int = 0) -> Host:
     return flat if wanted else flat[0]
 
 
+def _reduced(function: Callable[[list[Any]], Any], x: Host, axes: Host, keepdims: int, noop: int) -> Host:
+    rank = len(shape_of(x))
+    chosen = {axis % rank for axis in integers(axes)} if axes else set() if noop else set(range(rank))
+    for axis in sorted(chosen, reverse=True):
+        x = _along(function, x, axis, bool(keepdims))
+    return x
+
+
+def _along(function: Callable[[list[Any]], Any], x: Host, axis: int, keep: bool) -> Host:
+    if axis:
+        return [_along(function, part, axis - 1, keep) for part in x]
+    result = _map(lambda *items: function(list(items)), *x)
+    return [result] if keep else result
+
+
 @on_host("ReduceProd")
 def product(x: Host, axes: Host = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Host:
-    total = math.prod(integers(x))
-    return [total] if keepdims else total
+    return _reduced(math.prod, x, axes, keepdims, noop_with_empty_axes)
 
 
 @on_host("ReduceSum")
 def total(x: Host, axes: Host = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Host:
-    result = sum(integers(x))
-    return [result] if keepdims else result
+    return _reduced(sum, x, axes, keepdims, noop_with_empty_axes)
 
 
 @on_host("ReduceMax")
 def greatest(x: Host, axes: Host = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0) -> Host:
-    result = _folded(max, integers(x))
-    return [result] if keepdims else result
+    return _reduced(lambda items: _folded(max, items), x, axes, keepdims, noop_with_empty_axes)
 
 
 @on_host("ConstantOfShape")

@@ -33,7 +33,8 @@ def normalizer(x: Tensor, *, norm: str = "MAX") -> Tensor:
         "L1": x.abs().sum(-1, keepdim=True),
         "L2": (x * x).sum(-1, keepdim=True).sqrt(),
     }
-    return x / size[norm]
+    whole = size[norm]
+    return (x / torch.where(whole == 0, 1, whole)).float()
 
 
 @rule("LinearRegressor", domain=ML)

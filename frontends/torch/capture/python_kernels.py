@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch._C import DispatchKey
 
 from daceml_train.frontends.torch.capture import margin_losses, resampling
@@ -16,7 +17,12 @@ _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 @functools.cache
 def _kernels() -> Mapping[Any, Callable[..., Any] | None]:
-    return {**margin_losses.KERNELS, **resampling.kernels()}
+    return {**margin_losses.KERNELS, **resampling.kernels(), torch.ops.aten.dropout.default: _dropout}
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Dropout as ATen has it, which returns its input where it drops nothing; PyTorch's decomposition copies it."""
+    return x if not train or p == 0 else torch.ops.aten.native_dropout(x, p, train)[0]
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from daceml_train.frontends.torch.dynamo import (
     called_natively,
     caught,
     coins,
+    dropouts,
     float_math,
     formats,
     generators,
@@ -87,6 +88,7 @@ _PATCHES: Any = (
     texts,
     called_natively,
     versions,
+    dropouts,
 )
 """Modules that change what TorchDynamo does in traces of ours."""
 

@@ -59,7 +59,7 @@ def _column(x: Value) -> Value:
 def _scattered(t: Translator, x: Value, dim: int, index: Value, values: Value, accumulate: bool) -> Value | None:
     dim, index = _axis(dim, len(x.shape)), index.cast(DType.int64)
     if 0 in index.shape:
-        return x
+        return t.connected(x, values)
     if not x.shape or not index.shape:
         if len(x.shape) > 1 or len(index.shape) > 1 or len(values.shape) > 1:
             return None

@@ -250,7 +250,8 @@ def _scattered(t: Translator, x: Value, source: Value, dim: int, first: Dim) -> 
     parts += [x.slice(dim, stop, size)] if not same(stop, size) else []
     if len(parts) == 1:  # the other one has no element in the result
         return t.connected(parts[0], source if same(source.shape[dim], 0) else x)
-    return t.emit("concat", *parts, dim=dim)
+    result = t.emit("concat", *parts, dim=dim)
+    return t.connected(result, source) if same(source.shape[dim], 0) else result
 
 
 @rule("select_scatter.default")

@@ -143,3 +143,44 @@ def test_less_is_held() -> None:
     graph = result.graph(torch.randn(512, 64), torch.randn(512, 64))
     peaks = [memory(pipeline.run(graph)).peak for pipeline in (dt.TRAINING, stored("bfloat16"))]
     assert peaks[1] < 0.75 * peaks[0]
+
+
+class Greatest(nn.Module):
+    """The gradient of a maximum, and a mask, compare an array with another one that is computed from it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.second = kind, nn.Linear(16, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.second(torch.tanh(self.first(x))).view(-1, 8, 8)
+        match self.kind:
+            case "amax":
+                return h.amax(-1)
+            case "amin":
+                return h.amin(1)
+            case "norm":
+                return torch.linalg.vector_norm(h, float("inf"), -1)
+            case "after a sigmoid":
+                return h.sigmoid().amax(-1)
+        return torch.where(h >= h.amax(-1, keepdim=True), h.exp(), 0).sum(-1)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("kind", ["amax", "amin", "norm", "after a sigmoid", "mask"])
+def test_what_the_backward_pass_compares_is_stored_as_it_is(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = Greatest(kind), torch.randn(64, 16)
+    model(x).square().mean().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = dt.training_step(
+        model, lambda y: y.square().mean(), optimizer, pipeline=stored("bfloat16"), keep_gradients=True
+    )
+    step(x)
+    off = []
+    for name, parameter in model.named_parameters():
+        off.append(float((parameter.grad - expected[name]).norm() / expected[name].norm()))
+        assert off[-1] < 2.0**-8, name
+    assert max(off) > 2.0**-16, "nothing was stored in fewer bits"
