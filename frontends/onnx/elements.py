@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
-from onnx import TensorProto, external_data_helper, numpy_helper
+from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
 from daceml_train.errors import Invalid, Unsupported
 
@@ -46,6 +46,7 @@ _NARROW: dict[int, torch.dtype] = {
 }
 """Types below eight bits, and a type that represents all of their values."""
 BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.INT2: 2, TensorProto.UINT2: 2}
+_WIDTHS = BITS | {TensorProto.FLOAT4E2M1: 4}
 _BITS: dict[int, Any] = {1: np.uint8, 2: np.int16}
 """NumPy has no bfloat16 or float8: such an array is converted through integers of its width."""
 
@@ -105,6 +106,14 @@ def to_numpy(values: torch.Tensor) -> np.ndarray[Any, Any]:
     return values.numpy()
 
 
+def packed(array: np.ndarray[Any, Any], number: int) -> np.ndarray[Any, Any]:
+    """The elements as ONNX stores them: several of a type narrower than a byte in one."""
+    if number not in _NARROW:
+        return array
+    narrow = array.astype(np.float32).astype(helper.tensor_dtype_to_np_dtype(number))
+    return np.frombuffer(numpy_helper.from_array(narrow).raw_data, np.uint8)
+
+
 def bounds(number: int, held: torch.dtype) -> tuple[int, int]:
     """The least and greatest integer of an ONNX type, or of the type that represents it if that is unknown (0)."""
     if number in BITS:
@@ -118,7 +127,8 @@ def _external(proto: TensorProto, element: torch.dtype, shape: tuple[int, ...], 
     info = _information(proto)
     file = external_file(info.location, proto.name, folder)
     count = int(np.prod(shape, dtype=object)) if shape else 1
-    offset, size = int(info.offset or 0), count * element.itemsize
+    width = _WIDTHS.get(proto.data_type, 8 * element.itemsize)
+    offset, size = int(info.offset or 0), -(-count * width // 8)
     if info.length is not None and int(info.length) != size:
         raise Invalid(f"external data of {proto.name!r} has {info.length} bytes where shape {shape} needs {size}")
     if offset + size > file.stat().st_size:
@@ -128,6 +138,8 @@ def _external(proto: TensorProto, element: torch.dtype, shape: tuple[int, ...], 
     if not count:
         return torch.empty(shape, dtype=element)
     raw = np.memmap(file, dtype=np.uint8, mode="c", offset=offset, shape=(size,))
+    if proto.data_type in _NARROW:
+        return tensor(TensorProto(data_type=proto.data_type, dims=shape, raw_data=raw.tobytes()), folder)
     flat = torch.from_numpy(raw)
     if offset % element.itemsize:
         flat = flat.clone()

@@ -71,6 +71,7 @@ def _fill(proto: onnx.ModelProto, values: dict[str, torch.Tensor], stream: Any, 
                 f"{tensor.name!r} has shape {tuple(value.shape)} now, the model declares {tuple(tensor.dims)}"
             )
         array = np.ascontiguousarray(elements.to_numpy(value.to(elements.dtype(tensor.data_type))))
+        array = elements.packed(array, tensor.data_type)
         for name in (
             "float_data",
             "int32_data",

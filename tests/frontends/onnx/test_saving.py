@@ -5,7 +5,7 @@ import torch
 
 import daceml_train as dt
 from daceml_train.frontends.onnx import load, save_onnx
-from tests.frontends.onnx.models import perceptron, random
+from tests.frontends.onnx.models import model, perceptron, random, tensor
 
 X = torch.from_numpy(random(5, 4, seed=3))
 
@@ -84,3 +84,21 @@ def test_where_nothing_can_be_written_nothing_is(tmp_path, monkeypatch, path, op
 def test_a_model_that_was_not_onnx_is_refused(tmp_path):
     with pytest.raises(dt.Invalid, match="came from ONNX, given Linear"):
         save_onnx(torch.nn.Linear(2, 2), tmp_path / "x.onnx")
+
+
+@pytest.mark.parametrize("external", [False, True])
+@pytest.mark.parametrize("kind", ["INT4", "UINT4", "INT2", "UINT2", "FLOAT4E2M1"])
+def test_types_narrower_than_a_byte_are_packed(tmp_path, kind, external):
+    values = np.array([1, 0, 1, 1, 0] if kind.startswith("UINT") else [1, 0, -1, 1, -1], np.float32)
+    element = getattr(onnx.TensorProto, kind)
+    nodes = [onnx.helper.make_node("Cast", ["w"], ["h"], to=1), onnx.helper.make_node("Add", ["x", "h"], ["y"])]
+    proto = model(nodes, [tensor("x", 5)], [tensor("y", 5)], opset=25)
+    narrow = values.astype(onnx.helper.tensor_dtype_to_np_dtype(element))
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(narrow, "w"))
+    x = torch.zeros(5)
+    module = load(proto, trainable=True)
+    assert module(x).tolist() == values.tolist()
+    path = save_onnx(module, tmp_path / "packed.onnx", external=external)
+    (stored,) = onnx.load(path, load_external_data=False).graph.initializer
+    assert external or len(stored.raw_data) == -(-5 * (2 if kind.endswith("2") else 4) // 8)
+    assert load(path)(x).tolist() == values.tolist()
