@@ -174,6 +174,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._C._vmapmode_increment_nesting",
         "torch._add_batch_dim",
         "torch._is_zerotensor",
+        "torch._neg_view",
         "torch._remove_batch_dim",
         "torch.autograd.forward_ad._current_level",
         "torch.autograd.function._SingleLevelFunction",

@@ -171,7 +171,7 @@ class Importer:
         returns = str(rule.function.__annotations__.get("return", ""))
         if returns == "Tensor" and any(node.output[1:]):
             raise Unsupported(f"the rule of this operator has one result, the node asks for {len(node.output)}")
-        if node.op_type not in CONTROL and returns.startswith("tuple["):
+        if node.op_type not in CONTROL and returns.startswith("tuple[") and returns.endswith("]"):
             call += "[0]" if len(node.output) == 1 else f"[:{len(node.output)}]"
         if node.op_type not in CONTROL and (len(node.output) == 1 or returns == "Tensor"):
             return [self.assign(call, node, rule.shape_only)]
