@@ -60,10 +60,14 @@ def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = 
     """On rows: the last dimension of `indices` names one of the leading dimensions' flat index."""
     depth = indices.shape[-1]
     flat = torch.zeros(indices.shape[:-1], dtype=torch.int64)
+    outside = torch.zeros(indices.shape[:-1], dtype=torch.bool)
     for j in range(depth):
-        flat = flat * x.shape[j] + _inside(indices[..., j], x.shape[j])
+        place = _inside(indices[..., j], x.shape[j])
+        outside = outside | (place < 0) | (place >= x.shape[j])
+        flat = flat * x.shape[j] + place
     width = math.prod(x.shape[depth:])
     rows = x.reshape(math.prod(x.shape[:depth]), width)
+    flat = torch.where(outside, rows.shape[0], flat)  # which is refused, and not another row
     at = flat.reshape(-1)
     new = updates.reshape(at.shape[0], width)
     if reduction == "none":

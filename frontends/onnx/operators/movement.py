@@ -140,7 +140,9 @@ def split(
         return torch.split(x, integers(parts), axis)
     extent, count = x.shape[axis], num_outputs or outputs
     part = -(-extent // count)
-    return torch.split(x, [part] * (count - 1) + [extent - part * (count - 1)], axis)
+    last = extent - part * (count - 1)
+    parts = [part] * (count - 1) + [last] if last >= 0 else [max(0, min(part, extent - i * part)) for i in range(count)]
+    return torch.split(x, parts, axis)
 
 
 @rule("Split")

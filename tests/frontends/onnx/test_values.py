@@ -11,6 +11,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
+import daceml_train as dt
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.onnx import load
 from tests.frontends.onnx.models import model, tensor
@@ -115,6 +116,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "a softmax of no rows": ([node("Softmax x -> y")], np.zeros((0, 2), np.float32), np.zeros((0, 2), np.float32), 11),
     "one result of several": ([node("Split x -> h", axis=0, num_outputs=1), node("Neg h -> y")], floats(1), floats(-1)),
+    "more parts than there are": (
+        [node("Split x -> a b c y", axis=0, num_outputs=4)],
+        np.arange(5.0),
+        np.zeros(0),
+    ),
     "unique elements alone": ([node("Unique x -> y")], floats(3, 1, 3), floats(1, 3)),
     "a size at an index, opset 11": (
         [SIZE, node("Gather s i -> t"), node("Unsqueeze t -> u", axes=[0]), node("ConstantOfShape u -> y")],
@@ -205,3 +211,19 @@ def test_results_that_a_rule_does_not_have() -> None:
     proto.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     with pytest.raises(Unsupported, match="has one result, the node asks for 2"):
         load(proto)
+
+
+def test_an_index_beyond_its_dimension_is_no_other_row() -> None:
+    module = load(
+        model(
+            [node("ScatterND x i u -> y")],
+            [tensor("x", 2, 3), tensor("i", 1, 2, element=TensorProto.INT64), tensor("u", 1)],
+            [tensor("y", 2, 3)],
+        )
+    )
+    x, u = torch.zeros(2, 3), torch.ones(1)
+    assert module(x, torch.tensor([[-1, -3]]), u).tolist() == [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+    for called in (module, dt.optimize(module)):
+        for index in ([0, 5], [0, -4], [2, 0]):
+            with pytest.raises((IndexError, RuntimeError), match="out of range|out of bounds|index"):
+                called(x, torch.tensor([index]), u)
