@@ -92,7 +92,7 @@ def changed_often(
 
 
 def raise_versions(changed: Iterable[tuple[torch.Tensor, int]]) -> None:
-    """Advance the versions of tensors by so many changes."""
+    """Advance the versions of tensors by so many changes, or set them back by as many."""
     for tensor, count in changed:
         if not tensor.is_inference():
             torch._C._autograd._unsafe_set_version_counter((tensor,), (tensor._version + count,))

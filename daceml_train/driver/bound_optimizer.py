@@ -208,14 +208,14 @@ def same_strides(tensor: torch.Tensor, strides: Iterable[int]) -> bool:
     return tensor.numel() < 2 or all(size == 1 or a == b for size, a, b in pairs)
 
 
-def is_lazy(tensor: torch.Tensor) -> bool:
+def is_unresolved(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements are not those in its memory: conjugated, negated, or zeros without memory."""
     return tensor.is_neg() or tensor.is_conj() or torch._is_zerotensor(tensor)
 
 
 def in_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """The tensor, or a copy of it, in these strides; elements along a stride of zero have to be equal."""
-    if same_strides(tensor, strides) and not is_lazy(tensor):
+    if same_strides(tensor, strides) and not is_unresolved(tensor):
         return tensor
     once = tensor
     for dimension, stride in enumerate(strides):

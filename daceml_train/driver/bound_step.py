@@ -20,7 +20,7 @@ from daceml_train.driver.bound_optimizer import (
     check_state,
     global_hooks,
     in_strides,
-    is_lazy,
+    is_unresolved,
     own_step_hooks,
     same_strides,
 )
@@ -210,7 +210,7 @@ class BoundStep:
                     fits = same_strides(tensor, strides)
                     self.arguments.append(Argument(position, given[id(tensor)], None if fits else strides))
                     continue
-                if not same_strides(tensor, strides) or is_lazy(tensor):
+                if not same_strides(tensor, strides) or is_unresolved(tensor):
                     raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()}), or negated")
                 bound = id(tensor) in known or tensor is not by_name[entry.name]
                 if not bound and source.kind in ("tensor", "number"):
@@ -314,7 +314,7 @@ class BoundStep:
         alive = []
         for position, number, strides in self.arguments:
             tensor = flat[number]
-            if strides is not None or is_lazy(tensor):
+            if strides is not None or is_unresolved(tensor):
                 alive.append(tensor := in_strides(tensor, strides or tensor.stride()))
             self.addresses[position] = tensor._cdata
             self.inputs[position] = tensor

@@ -141,7 +141,7 @@ class Backend:
         self.graphs += 1
         try:
             if (divided := of_local_tensors(module, examples, self.compile)) is not None:
-                return divided
+                return leaving(divided, module)
             result: CompiledGraph | Stages
             if (stages := stages_of(module)) is not None and not self.alone:
                 stages.compile(examples, self.compile)

@@ -43,10 +43,10 @@ def shape_of(value: Host) -> list[int]:
 
 
 _SPLITTER = float((1 << 29) + 1)
-"""The product with it and two differences round 53 bits to 24 (Veltkamp, 1968)."""
+"""Multiplying by it and subtracting twice rounds 53 bits to 24 (Veltkamp, 1968)."""
 
 _GREATEST = 2.0**127
-"""Of which the product is finite."""
+"""What can be multiplied by it."""
 
 
 def single(value: Host) -> Host:

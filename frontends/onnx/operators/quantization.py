@@ -57,12 +57,10 @@ def dequantize(
     if x.dtype is torch.int32 or not x.is_floating_point():
         whole = x.to(torch.int64)
         shifted = whole if zero is None else whole - _spread(zero, x, axis, block_size).to(torch.int64)
-        if scale.dtype in (torch.float16, torch.bfloat16):  # which do not represent every int32
-            return (shifted.float() * _spread(scale, x, axis, block_size).float()).to(element)
-        shifted = shifted.to(scale.dtype)
+        exact = torch.promote_types(scale.dtype, torch.float32)  # 16 bits do not represent every int32
     else:
-        shifted = x.to(scale.dtype)
-    return (shifted * _spread(scale, x, axis, block_size)).to(element)
+        shifted, exact = x, scale.dtype
+    return (shifted.to(exact) * _spread(scale, x, axis, block_size).to(exact)).to(element)
 
 
 @rule("DynamicQuantizeLinear", since=11)

@@ -11,18 +11,14 @@ import torch
 from torch._C import DispatchKey
 
 from daceml_train.frontends.torch.capture import margin_losses, resampling
+from daceml_train.frontends.torch.dynamo.dropouts import dropout
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
 @functools.cache
 def _kernels() -> Mapping[Any, Callable[..., Any] | None]:
-    return {**margin_losses.KERNELS, **resampling.kernels(), torch.ops.aten.dropout.default: _dropout}
-
-
-def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Dropout as ATen has it, which returns its input where it drops nothing; PyTorch's decomposition copies it."""
-    return x if not train or p == 0 else torch.ops.aten.native_dropout(x, p, train)[0]
+    return {**margin_losses.KERNELS, **resampling.kernels(), torch.ops.aten.dropout.default: dropout}
 
 
 @contextlib.contextmanager

@@ -19,18 +19,23 @@ from daceml_train.frontends.torch.traces import Traces, for_backend
 
 @functools.cache
 def _install() -> None:
-    dropout: Any = torch.ops.aten.dropout.default
+    operator: Any = torch.ops.aten.dropout.default
     for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
-        dropout.py_kernels[key] = _or_input(dropout.py_kernels[key])
-    dropout._dispatch_cache.clear()
+        operator.py_kernels[key] = _or_original(operator.py_kernels[key])
+    operator._dispatch_cache.clear()
 
 
-def _or_input(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """Dropout as ATen has it."""
+    return x if not train or p == 0 else torch.ops.aten.native_dropout(x, p, train)[0]
+
+
+def _or_original(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
-    def dropout(x: Tensor, p: float, train: bool) -> Tensor:
-        return x if (not train or p == 0) and _is_ours() else original(x, p, train)
+    def kernel(x: Tensor, p: float, train: bool) -> Tensor:
+        return (dropout if _is_ours() else original)(x, p, train)
 
-    return dropout
+    return kernel
 
 
 def _is_ours() -> bool:
