@@ -18,6 +18,7 @@ from daceml_train.driver.binding import (
     results_of,
     sizes_of,
 )
+from daceml_train.driver.bound_optimizer import is_unresolved
 from daceml_train.driver.goals import Differentiable
 from daceml_train.driver.native_call import Strides, native_call
 from daceml_train.driver.prepacked import PrepackedWeights
@@ -96,8 +97,7 @@ def _run_on_copies(executable: Executable, inputs: Sequence[torch.Tensor]) -> li
     written = []
     for tensor, expected in zip(inputs, executable.program.inputs, strict=True):
         strides = tuple(evaluate(s, value) for s in expected.strides)
-        lazy = tensor.is_conj() or tensor.is_neg()
-        if expected.packing is None and (lazy or tensor.stride() != strides):
+        if expected.packing is None and (is_unresolved(tensor) or tensor.stride() != strides):
             copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
             written += [(tensor, copy)] if expected.mutable else []
             tensor = copy.copy_(tensor.detach())
