@@ -19,6 +19,7 @@ from daceml_train.codegen.cpu.schedule import BlockGenerator, LaneGenerator
 from daceml_train.codegen.cpu.sdfg import build
 from daceml_train.codegen.kernel.loops import SQUARE
 from daceml_train.codegen.kernel.plan import Plan
+from daceml_train.codegen.kernel.queries import computed_once
 
 
 def source(plan: Plan, key: str) -> str:
@@ -36,13 +37,13 @@ def code(sdfg: Any) -> tuple[str, list[str]]:
     """The functions that DaCe generates for an SDFG, without frame and markers, and their arguments."""
     infer_types.infer_connector_types(sdfg)
     infer_types.set_default_schedule_and_storage_types(sdfg, None)
-    frame = framecode.DaCeCodeGenerator(sdfg)
-    cpu.CPUCodeGen(frame, sdfg)
-    BlockGenerator(frame, sdfg)
-    LaneGenerator(frame, sdfg)
-    codegen._get_codegen_targets(sdfg, frame)
-    frame.dispatcher.instrumentation = dict.fromkeys(frame.dispatcher.instrumentation)
-    with set_temporary("compiler", "unique_functions", value="none"):  # every function occurs once
+    with computed_once(), set_temporary("compiler", "unique_functions", value="none"):  # every function occurs once
+        frame = framecode.DaCeCodeGenerator(sdfg)
+        cpu.CPUCodeGen(frame, sdfg)
+        BlockGenerator(frame, sdfg)
+        LaneGenerator(frame, sdfg)
+        codegen._get_codegen_targets(sdfg, frame)
+        frame.dispatcher.instrumentation = dict.fromkeys(frame.dispatcher.instrumentation)
         functions, body, *_ = frame.generate_code(sdfg, None)
     text = re.sub(r"[ \t]*////__DACE:[^\n]*", "", str(functions) + str(body))
     text = re.sub(r"\n\s*/{5,}(?=\n)", "", text)

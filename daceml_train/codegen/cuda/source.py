@@ -19,6 +19,7 @@ from dace.sdfg import infer_types
 from daceml_train.codegen.cuda.plan import CudaPlan
 from daceml_train.codegen.cuda.schedule import BlockGenerator, ThreadGenerator
 from daceml_train.codegen.cuda.sdfg import CudaBuilder
+from daceml_train.codegen.kernel.queries import computed_once
 from daceml_train.tensor import same
 
 _STRUCT = """template <bool WIDE> struct Device {{
@@ -76,13 +77,13 @@ def _generate(builder: CudaBuilder) -> tuple[str, list[tuple[str, int, str]], st
     sdfg: Any = builder.top
     infer_types.infer_connector_types(sdfg)
     infer_types.set_default_schedule_and_storage_types(sdfg, None)
-    frame = framecode.DaCeCodeGenerator(sdfg)
-    cpu.CPUCodeGen(frame, sdfg)
-    blocks = BlockGenerator(frame, sdfg)
-    ThreadGenerator(frame, sdfg, builder.geometry, builder.conditions, builder.plan.narrow)
-    codegen._get_codegen_targets(sdfg, frame)
-    frame.dispatcher.instrumentation = dict.fromkeys(frame.dispatcher.instrumentation)
-    with set_temporary("compiler", "unique_functions", value="none"):
+    with computed_once(), set_temporary("compiler", "unique_functions", value="none"):
+        frame = framecode.DaCeCodeGenerator(sdfg)
+        cpu.CPUCodeGen(frame, sdfg)
+        blocks = BlockGenerator(frame, sdfg)
+        ThreadGenerator(frame, sdfg, builder.geometry, builder.conditions, builder.plan.narrow)
+        codegen._get_codegen_targets(sdfg, frame)
+        frame.dispatcher.instrumentation = dict.fromkeys(frame.dispatcher.instrumentation)
         functions, body, *_ = frame.generate_code(sdfg, None)
     text = re.sub(r"[ \t]*////__DACE:[^\n]*", "", str(functions) + str(body))
     text = re.sub(r"\n\s*/{5,}(?=\n)", "", text)
