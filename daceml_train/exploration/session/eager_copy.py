@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
+from daceml_train.errors import Unsupported
 from daceml_train.exploration.session.program import DRAWN, accumulated
 from daceml_train.exploration.session.subject import NORM, Subject
 from daceml_train.training.gradients import SCALER
@@ -16,6 +17,8 @@ from daceml_train.training.optimizers import SCALARS
 
 Named = dict[tuple[str, str], torch.Tensor]
 """(kind, name) -> tensor; kinds are `result`, `gradient`, `update`, `state` and `buffer`."""
+Seeded = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Results of a module, each with its cotangent."""
 
 
 class EagerCopy:
@@ -98,15 +101,41 @@ class EagerCopy:
                 for parameter in [p for p in self.model.parameters() if p.grad is not None]:
                     parameter.grad = None
             results = self.forward()
-            carrying = [(i, g) for i, g in seeds.items() if results[i].requires_grad]
             if self.subject.kind == "module":
-                torch.autograd.backward([results[i] for i, _ in carrying], [g for _, g in carrying])
+                self._backward_from(self._measured(results, seeds))
             else:
                 self._backward(results[0])
             if self.optimizer is not None:
                 self._update()
 
         return run
+
+    def _measured(self, results: Sequence[torch.Tensor], seeds: Mapping[int, torch.Tensor]) -> Seeded:
+        """Results and their cotangents; ones for parts of memory that the graph returns as a whole."""
+        try:
+            placed = self._placed(results)
+        except Unsupported:
+            return [(result, torch.ones_like(result)) for result in results]
+        return [(placed[i], seed) for i, seed in seeds.items()]
+
+    def _placed(self, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Graph output -> the module's result; raises `Unsupported` where the results are only parts of an output.
+
+        A tensor that is returned twice, or an input that is returned as it is, is no output of its own.
+        """
+        captured = self.subject.seen.captured
+        given = {id(tensor) for tensor in (*pytree.tree_leaves(self.inputs), *self._held.values())}
+        own = list({id(result): result for result in results if id(result) not in given}.values())
+        sources = [s for s in captured.outputs if s.kind == "graph" or s.view is not None]
+        pairs = zip(own, sources, strict=False)
+        placed = {s.index: result for result, s in pairs if s.kind == "graph" and s.view is None}
+        if len(own) != len(sources) or len(placed) != len(captured.graph.outputs):
+            raise Unsupported("the module returns parts of a tensor, and not the tensor that its graph computes")
+        return placed
+
+    def _backward_from(self, seeded: Seeded) -> None:
+        carrying = [(result, seed.to(result.dtype)) for result, seed in seeded if result.requires_grad]
+        torch.autograd.backward([result for result, _ in carrying], [seed for _, seed in carrying])
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Gradients of the loss, or of its share of a batch in parts, scaled where there is a scaler."""
@@ -149,13 +178,7 @@ class EagerCopy:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(DRAWN)
             results = self.forward()
-            places = [s.index for s in subject.seen.captured.outputs if s.kind == "graph" and s.view is None]
-            outputs = [r for r, s in zip(results, subject.seen.captured.outputs, strict=False) if s.kind == "graph"]
-            if subject.kind != "module":
-                places, outputs = [0], results
-            elif len(results) != len(subject.seen.captured.outputs) or len(places) != len(outputs):
-                raise ValueError("the module's results share memory, or are not all tensors")
-            by_place = dict(zip(places, outputs, strict=True))
+            by_place = self._placed(results) if subject.kind == "module" else {0: results[0]}
             found: Named = {
                 ("result", subject.labels[i] if subject.kind == "module" else "loss"): value.detach().clone()
                 for i, value in by_place.items()
@@ -163,8 +186,7 @@ class EagerCopy:
             tensors = self.tensors()
             wanted = {n: t for n, t in tensors.items() if t.requires_grad and t.is_leaf}
             if subject.kind == "module":
-                pairs = [(by_place[i], g.to(by_place[i].dtype)) for i, g in seeds.items() if by_place[i].requires_grad]
-                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+                self._backward_from([(by_place[i], seed) for i, seed in seeds.items()])
             else:
                 self._leave(tensors)
                 self._backward(results[0])

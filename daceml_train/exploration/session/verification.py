@@ -11,6 +11,7 @@ import torch
 
 from daceml_train.analysis.interpret import interpret
 from daceml_train.driver.settings import Settings
+from daceml_train.errors import Unsupported
 from daceml_train.exploration.session.eager_copy import EagerCopy, Named
 from daceml_train.exploration.session.forward_check import forward_checks
 from daceml_train.exploration.session.program import RATE, Inputs, Program, cotangents
@@ -92,6 +93,8 @@ class Verification:
         return self.ok
 
     def __str__(self) -> str:
+        if not self.checks:
+            return "\n".join(["nothing to compare: the program computes no result of its own", *self.notes])
         wrong = [check for check in self.checks if not check.ok]
         counts = {kind: sum(c.kind == kind for c in self.checks) for kind in dict.fromkeys(c.kind for c in self.checks)}
         summary = ", ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items())
@@ -162,7 +165,7 @@ def sampled(found: Named, eager: Named) -> Verification:
 
 
 def _eager(subject: Subject, seeds: Mapping[int, torch.Tensor], progress: OnProgress) -> list[Named]:
-    """PyTorch's results in the model's own element types, in each layout; none where it draws other numbers."""
+    """PyTorch's results in the model's own element types, in each layout; none where they cannot be compared."""
     captured = subject.seen.captured
     if captured.random and not captured.draws:
         return []
@@ -171,7 +174,10 @@ def _eager(subject: Subject, seeds: Mapping[int, torch.Tensor], progress: OnProg
     results = []
     for last, name in layouts:
         progress(CheckProgress(f"running PyTorch{name}"))
-        results.append(EagerCopy(subject, channels_last=last).results(seeds, RATE))
+        try:
+            results.append(EagerCopy(subject, channels_last=last).results(seeds, RATE))
+        except Unsupported:  # `_exact` notes why
+            return []
     return results
 
 
@@ -186,7 +192,8 @@ def _exact(subject: Subject, seeds: Mapping[int, torch.Tensor], notes: list[str]
     try:
         return EagerCopy(subject, wide=True).results(seeds, RATE), "PyTorch in float64"
     except Exception as error:  # a model may insist on its element types
-        notes.append(f"PyTorch does not run the model in float64: {error}")
+        told = "" if isinstance(error, Unsupported) else "PyTorch does not run the model in float64: "
+        notes.append(f"{told}{error}")
         return None, "the captured graph's meaning in float64"
 
 

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 import daceml_train as dt
 from daceml_train.errors import Invalid
 from daceml_train.exploration import Session
-from daceml_train.exploration.session.eager_copy import Named
+from daceml_train.exploration.session.eager_copy import EagerCopy, Named
 from daceml_train.exploration.session.measurement import Measurement, Timed, in_turn
+from daceml_train.exploration.session.program import Inputs, cotangents
 from daceml_train.exploration.session.verification import SAMPLE, Check, Verification, _compared, sampled
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.elementwise import Full
@@ -72,6 +73,31 @@ def test_a_wrong_pass_is_found_by_tensor(kind: str) -> None:
     assert ("gradient", "0.bias") in off
     assert off <= {("gradient", "0.bias"), ("update", "0.bias")}
     assert "are wrong" in str(told)
+
+
+class _Returns(nn.Module):
+    """Returns its input and a tensor with a view, or parts of a tensor that it does not return itself."""
+
+    def __init__(self, parts: bool) -> None:
+        super().__init__()
+        self.fc, self.parts = nn.Linear(4, 4), parts
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.fc(x)
+        return (h[0], h[1]) if self.parts else (x, h, h.view(-1), h.exp(), h)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("parts", [False, True])
+def test_results_that_share_memory(parts: bool) -> None:
+    result = Session(_Returns(parts), torch.randn(3, 4))
+    told = result.verify()
+    assert told, told
+    assert sum(check.kind == "result" for check in told.checks) == (1 if parts else 2)
+    assert ("returns parts of a tensor" in str(told)) == (told.reference != "PyTorch in float64") == parts
+    copy = EagerCopy(result.subject)
+    copy.step(cotangents(result.subject, result.graph, Inputs.of(result.subject)))()
+    assert copy.model.fc.weight.grad is not None  # PyTorch's time has the backward pass, too
 
 
 class Net(nn.Module):
@@ -234,7 +260,9 @@ def test_noise_is_said_to_be_noise() -> None:
     assert told
     assert told.worst is right
     assert "noise update   bias" in str(told)
-    assert not Verification((), "nothing")
+    nothing = Verification((), "PyTorch in float64")
+    assert not nothing
+    assert "nothing to compare" in str(nothing)
 
 
 def test_sessions_and_pipelines_side_by_side() -> None:
