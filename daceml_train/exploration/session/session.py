@@ -17,6 +17,7 @@ The session begins with the captured and differentiated graph, before all passes
     session.apply(match)                apply it: a `Step`. Also a pass, its name or text, or a whole pipeline
     session.undo(), session.redo()      one step back, or forward; the `Step`
     session.jump(3)                     go to the state after the third step; 0 is the start
+    session.leave_out(3)                undo the third step alone: a `Replay` of the later ones
     session.history, session.undone     the steps applied, and those that `redo` would apply, in order
     session.pipeline()                  the same as a `Pipeline`, for `optimize` and `training_step`
     session.save("mine.json")           write it; also `.txt` and, to read and import, `.py`
@@ -36,7 +37,7 @@ between. A failure leaves the session unchanged.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,24 +162,43 @@ class Session(History):
         Steps that do not match, or fail, are listed with their reasons, and the others are applied; a pass that changes
         nothing is a step without matches, since it may change another model.
         """
-        state, results = self.state, list[Step]()
-        missed: list[tuple[Pass, str]] = []
-        for level, passes in Pipeline.of(path).passes:
-            for transformation in passes:
-                try:
-                    step = self._step(transformation, level, state, self._at + len(results))
-                except Exception as error:
-                    missed.append((transformation, message_of(error)))
-                    continue
-                if isinstance(transformation, AtPlace) and not step.matches:
-                    seen = state.forward if level == "forward" else state.graph
-                    missed.append((transformation, transformation.missing(seen) or "it changes nothing"))
-                    continue
-                results.append(step)
-                state = step.after
+        steps = [(level, p) for level, passes in Pipeline.of(path).passes for p in passes]
+        results, missed = self._replayed(steps, self._at)
         if results:
             self._push(results)
         return Replay(self, tuple(results), tuple(missed))
+
+    @alone
+    def leave_out(self, number: int) -> Replay:
+        """Undo step `number` alone: the later ones are replayed without it. Undone steps are dropped."""
+        if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= self._at:
+            raise Invalid(f"there is no step {number!r} to leave out", advice=f"{self._at} steps are applied")
+        later = [(step.level, step.kept) for step in self._steps[number : self._at]]
+        results, missed = self._replayed(later, number - 1)
+        self._at = number - 1
+        if later:
+            self._push(results)
+        else:  # as `undo`, so that `redo` has the step
+            self._move(self._at)
+        return Replay(self, tuple(results), tuple(missed))
+
+    def _replayed(self, steps: Sequence[tuple[str, Pass]], at: int) -> tuple[list[Step], list[tuple[Pass, str]]]:
+        """The steps of passes from the state after step `at`, and the passes that do not apply, with the reasons."""
+        state, results = self._states[at], list[Step]()
+        missed: list[tuple[Pass, str]] = []
+        for level, transformation in steps:
+            try:
+                step = self._step(transformation, level, state, at + len(results))
+            except Exception as error:
+                missed.append((transformation, message_of(error)))
+                continue
+            if isinstance(transformation, AtPlace) and not step.matches:
+                seen = state.forward if level == "forward" else state.graph
+                missed.append((transformation, transformation.missing(seen) or "it changes nothing"))
+                continue
+            results.append(step)
+            state = step.after
+        return results, missed
 
     def export_html(self, path: Path | str) -> Path:
         """Write the session as a page that needs neither kernel nor network."""

@@ -23,6 +23,7 @@ from daceml_train.exploration.views.details import Sources, code_of, details
 from daceml_train.exploration.views.saved import REMATERIALIZED, crossings
 from daceml_train.exploration.views.sdfg import sdfg_of
 from daceml_train.exploration.views.times import seconds_of, timeline_of
+from daceml_train.exploration.views.tree import Item
 from daceml_train.exploration.views.view import GraphView, view_of
 from daceml_train.exploration.widget.data import passes_data, preview_data, step_data
 from daceml_train.exploration.widget.listing import Listing, Wanted
@@ -32,7 +33,8 @@ from daceml_train.exploration.widget.work import Cancelled, Publish, Send, Work
 from daceml_train.passes import notation
 from daceml_train.passes.base import Pass
 from daceml_train.passes.pipeline import Pipeline
-from daceml_train.reporting.numbers import bytes_text, seconds_text
+from daceml_train.reporting.numbers import bytes_text, counted, seconds_text
+from daceml_train.transformations.at_place import AtPlace
 from daceml_train.transformations.global_movement.rematerialize import Rematerialize
 from daceml_train.transformations.pipelines import TRAINING
 
@@ -231,7 +233,7 @@ class Requests:
 
     def on_find(self, request: dict[str, Any]) -> dict[str, Any]:
         """Open the groups around an item."""
-        item = self.view.tree.items[request["key"]]
+        item = self._box(self.view, request["key"])
         if item.parent is not None and item.parent.parent is not None:
             self.view = self.view.opening(item.parent.key)
         self.show()
@@ -239,20 +241,19 @@ class Requests:
 
     def on_details(self, request: dict[str, Any]) -> dict[str, Any]:
         """The details of a box."""
-        key = request["key"]
+        key, tree = request["key"], self.view.tree
         if key in self.view.ends:
             name = self.view.ends[key]
-            text = str(self.session.graph.tensors[name])
-            return {"details": {"key": key, "label": name, "kind": "array", "text": text}}
-        item = self.view.boxes.get(key) or self.view.tree.items.get(key)
-        if item is None:
-            raise Invalid("this box is not in the graph any more", advice="choose another")
-        return {"details": details(self.view.tree, item, {}, self.sources)}
+            return {"details": {"key": key, "label": name, "kind": "array", "text": str(tree.graph.tensors[name])}}
+        return {"details": details(tree, self._box(self.view, key), {}, self.sources)}
 
     def on_code(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The C++ of an operator."""
-        item = self.view.boxes.get(request["key"]) or self.view.tree.items[request["key"]]
-        return {"code": code_of(self.session.graph, self.session.graph.nodes[item.nodes[0]])}
+        """The C++ of an operator, in the graph that is drawn: a cell may have changed the session's since."""
+        view = self.view
+        item, graph = self._box(view, request["key"]), view.tree.graph
+        if item.kind not in ("operator", "statement"):
+            raise Invalid(f"{item.label} is no operator", advice="open it, and choose one in it")
+        return {"code": code_of(graph, graph.nodes[item.nodes[0]])}
 
     # ---- transformations ------------------------------------------------------------------------------------------
     def on_preview(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -328,34 +329,29 @@ class Requests:
         ]
         if not candidates:
             raise Invalid(f"no step of the history rematerializes {array} alone", advice="undo the step that does")
-        at, total = candidates[-1].number, len(steps)
-        self.session.jump(at - 1)
-        lost = []
-        try:
-            for step in steps[at:]:
-                try:
-                    self.session.apply(step.kept)
-                except Exception as error:
-                    lost.append(f"{step.name}: {message_of(error)}")
-        finally:
-            self.show()
-        losses = f"; of {total - at} later steps {len(lost)} no longer apply: {'; '.join(lost)}" if lost else ""
+        replayed = self.session.leave_out(candidates[-1].number)
+        self.show()
+        lost = [f"{_applied(p).name}: {reason}" for p, reason in replayed.missed]
+        count = len(replayed.steps) + len(lost)
+        losses = f"; of {counted(count, 'later step')} {len(lost)} no longer apply: {'; '.join(lost)}" if lost else ""
         return {"note": f"{array} is kept{losses}"}
 
     # ---- checking and keeping -------------------------------------------------------------------------------------
     def on_verify(self, request: dict[str, Any]) -> dict[str, Any]:
         """Outputs and gradients against PyTorch."""
+        version = self.session.version
         verification = self.session.verify(self._progress(request))
-        return self._noted("verified", str(verification), str(verification).splitlines()[0])
+        return self._noted("verified", version, str(verification), str(verification).splitlines()[0])
 
     def on_measure(self, request: dict[str, Any]) -> dict[str, Any]:
         """The times at the start and at present, and the time of each operator of the present graph."""
-        repeats = int(request.get("repeats") or REPEATS)
+        repeats, version = int(request.get("repeats") or REPEATS), self.session.version
         measured = self.session.measure(repeats, progress=self._progress(request))
-        self.seconds, self.timed = seconds_of(self.session), self.session.version
-        self.view = self.view.over(self.session.graph, self.seconds, self.session.state.traffic)
+        if self.session.version == version:
+            self.seconds, self.timed = seconds_of(self.session), version
+            self.shown = -1  # the same boxes, with their times
         times = ", ".join(f"{name} {seconds_text(timed.median)}" for name, timed in measured.timed.items())
-        return self._noted("measured", str(measured), f"measured: {times}")
+        return self._noted("measured", version, str(measured), f"measured: {times}")
 
     def on_save(self, request: dict[str, Any]) -> dict[str, Any]:
         """Write the history to a file."""
@@ -381,14 +377,21 @@ class Requests:
     def _progress(self, request: Mapping[str, Any]) -> OnProgress:
         return Telling(request.get("id"), str(request.get("type")), lambda message: self.send(message, []))
 
-    def _noted(self, name: str, text: str, message_of: str) -> dict[str, Any]:
-        if self.notes.get("version") != self.session.version:
-            self.notes = {"version": self.session.version}
+    def _noted(self, name: str, version: int, text: str, said: str) -> dict[str, Any]:
+        """Keep the result of a check of the graph of a version: a cell may have changed the session during it."""
+        if self.notes.get("version") != version:
+            self.notes = {"version": version}
         self.notes[name] = text
         self.show()
-        return {"note": message_of}
+        return {"note": said if self.session.version == version else f"{said}; the graph has changed since"}
 
     # ---- lookup ---------------------------------------------------------------------------------------------------
+    def _box(self, view: GraphView, key: str) -> Item:
+        item = view.boxes.get(key) or view.tree.items.get(key)
+        if item is None:
+            raise Invalid("this box is not in the graph any more", advice="choose another")
+        return item
+
     def _current(self, request: Mapping[str, Any]) -> None:
         if request.get("version") != self.session.version:
             raise Invalid(
@@ -416,6 +419,10 @@ class Requests:
         if match is None:
             return edited, {}
         return match, {option: getattr(edited, option) for option in given}
+
+
+def _applied(kept: Pass) -> Pass:
+    return kept.transformation if isinstance(kept, AtPlace) else kept
 
 
 def _path(request: Mapping[str, Any]) -> Path:

@@ -279,3 +279,17 @@ def test_what_cannot_be_explored() -> None:
         Session(Branching(), torch.ones(3))
     with pytest.raises(Invalid, match="no parameter of ReLU requires a gradient"):
         Session(nn.ReLU(), torch.ones(3), loss=lambda y: y.sum())
+
+
+def test_a_step_is_left_out() -> None:
+    result = session("module", count=1)
+    result.apply(dt.Pipeline.parse("intra_operator: decompose, bucket\nfusion: fuse_elementwise, fuse_siblings"))
+    replayed = result.leave_out(1)
+    assert [step.name for step in result.history] == ["bucket", "fuse_elementwise", "fuse_siblings"]
+    assert [step.number for step in result.history] == [1, 2, 3]
+    assert replayed.steps == result.history and not replayed.missed
+    result.leave_out(3)
+    assert result.redo().name == "fuse_siblings"  # nothing followed it
+    for number in (0, 4, True, "1"):
+        with pytest.raises(Invalid, match="to leave out"):
+            result.leave_out(number)  # type: ignore[arg-type]

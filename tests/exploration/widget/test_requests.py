@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import Counter
@@ -23,29 +22,7 @@ from daceml_train.exploration.widget.telling import Telling
 from daceml_train.exploration.widget.viewer import viewer_source
 from daceml_train.exploration.widget.work import Cancelled, Work
 from daceml_train.graph.text import show
-
-
-class Screen:
-    """A widget that only listens."""
-
-    def __init__(self, session: dt.Session) -> None:
-        self.answers: list[dict[str, Any]] = []
-        self.state: dict[str, Any] = {}
-        self.requests = Requests(session, lambda message, _: self.answers.append(message), self._see)
-        self.requests.show()
-
-    def _see(self, state: dict[str, Any]) -> None:
-        self.state = json.loads(json.dumps(state))  # what is sent is plain data
-
-    @property
-    def first(self) -> int:
-        """The number of the match that is listed first."""
-        number: int = self.state["matches"][0]["number"]
-        return number
-
-    def ask(self, kind: str, **what: Any) -> dict[str, Any]:
-        self.requests.handle({"type": kind, "id": "1", "version": self.state["version"], **what})
-        return next(a for a in reversed(self.answers) if a["type"] == "answer" and a.get("id") == "1")
+from tests.exploration.screen import Screen
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +243,12 @@ def test_recompute_and_keep(screen: Screen, session: dt.Session) -> None:
     steps = len(session.history)
     assert "is kept" in screen.ask("keep", array=done[0]["array"])["note"]
     assert len(session.history) < steps
+    first = session.history[0].transformation.recompute[0]  # type: ignore[attr-defined]
+    session.apply(dt.Pipeline.parse("intra_operator: bucket"))
+    screen.ask("refresh")
+    steps = len(session.history)
+    assert screen.ask("keep", array=first)["note"] == f"{first} is kept"  # also passes that change nothing stay
+    assert len(session.history) == steps - 1 and not session.undone
 
 
 def test_save_replay_export(screen: Screen, session: dt.Session, tmp_path: Path) -> None:
