@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 
 from daceml_train.errors import Unsupported
 from daceml_train.exploration.session.program import DRAWN, accumulated
-from daceml_train.exploration.session.subject import NORM, Subject
+from daceml_train.exploration.session.subject import NORM, Subject, held_modules
 from daceml_train.training.gradients import SCALER
 from daceml_train.training.optimizers import SCALARS
 
@@ -33,6 +33,8 @@ class EagerCopy:
         memo: dict[int, Any] = {}
         self.inputs = pytree.tree_map(lambda x: self._input(x, memo), subject.inputs)
         self.model, self.loss, self.optimizer = copy.deepcopy((subject.model, subject.loss, subject.optimizer), memo)
+        for path, held in held_modules(self.model, self.loss).items():
+            held.training = subject.training.get(path, held.training)
         self.scaler = copy.deepcopy(subject.treatment.scaler)
         self.norm: torch.Tensor | None = None
         """The norm of the gradients before clipping."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from daceml_train.driver.settings import Settings
+from daceml_train.errors import Invalid
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class CheckProgress:
 
 OnProgress = Callable[[CheckProgress], None]
 """Is called in the thread of the check; what it raises ends the check."""
+
+
+def check_progress(given: Any) -> None:
+    """Raise `Invalid` for what cannot be called, before a check begins."""
+    if not callable(given):
+        raise Invalid(f"progress is called during a check, given {given!r}")
 
 
 def unheard(_: CheckProgress) -> None:

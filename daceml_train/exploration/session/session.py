@@ -53,7 +53,7 @@ from daceml_train.exploration.session.comparison import Comparison, compared
 from daceml_train.exploration.session.history import History, alone
 from daceml_train.exploration.session.measurement import Measurement
 from daceml_train.exploration.session.measurement import measure as measure_states
-from daceml_train.exploration.session.progress import CheckProgress, OnProgress, unheard
+from daceml_train.exploration.session.progress import CheckProgress, OnProgress, check_progress, unheard
 from daceml_train.exploration.session.saving import write
 from daceml_train.exploration.session.state import State
 from daceml_train.exploration.session.steps import Step
@@ -116,7 +116,9 @@ class Session(History):
                 f"not in the program whose gradients were compared: {p}: {w}" for p, w in replayed.missed
             ]
 
-        steps, graph = self.pipeline(), self.graph
+        check_progress(progress)
+        with self._lock:
+            steps, graph = self.pipeline(), self.graph
         return verify_graph(self.subject, graph, with_gradients, self.options, progress)
 
     def measure(
@@ -127,6 +129,7 @@ class Session(History):
         Everything runs on copies; `now`, `start`, `default` and `eager` are their names. `progress` is called with
         `CheckProgress`, among it the times so far.
         """
+        check_progress(progress)
         states = {"now": self.state, "start": self.start}
         if default:
             progress(CheckProgress("applying the default pipeline"))
@@ -231,6 +234,8 @@ def compare(
     owner = next((s for s in (a, b, session) if isinstance(s, Session)), None)
     if owner is None:
         raise Invalid("two pipelines are compared on a session's model", advice="pass session=")
+    if not isinstance(session, Session | None):
+        raise Invalid(f"session is a Session, given {type(session).__name__}")
     states, steps, names = list[State](), list[list[str]](), list[str]()
     for given, name in ((a, "a"), (b, "b")):
         if isinstance(given, Session):
@@ -246,9 +251,11 @@ def compare(
         names = ["a", "b"]
     times = None
     if measure:
-        subjects = {id(s.subject.model) for s in (a, b, session) if isinstance(s, Session)}
-        if len(subjects) > 1:
+        others = [s for s in (a, b, session) if isinstance(s, Session)]
+        if any(other.subject.model is not owner.subject.model for other in others):
             raise Invalid("the sessions have different models: their times say nothing about the steps")
+        if any(other.start.graph.inputs != owner.start.graph.inputs for other in others):
+            raise Invalid("the sessions have different inputs, losses or optimizers: their times are not of one step")
         both = dict(zip(names, states, strict=True))
         times = measure_states(owner.subject, both, owner.options, False, repeats)
     return compared((names[0], names[1]), (states[0], states[1]), (steps[0], steps[1]), times)

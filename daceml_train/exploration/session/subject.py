@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -67,6 +67,8 @@ class Subject:
     wrt: tuple[str, ...]
     """Captured inputs whose gradients are outputs."""
     treatment: GradientSettings = GradientSettings()
+    training: Mapping[str, bool] = field(default_factory=dict)
+    """Module -> whether it was in training mode when it was captured: the user's model may be in another one later."""
 
     @staticmethod
     def of(
@@ -86,11 +88,12 @@ class Subject:
             raise Invalid("clipping, a scaler and micro-batches belong to a step with an optimizer")
         if treatment.reduction == "batch":
             raise Invalid("a session looks at parts of a batch with reduction='mean' or 'sum', given 'batch'")
+        training = {path: module.training for path, module in held_modules(model, loss).items()}
         try:
             if loss is None and optimizer is None:
                 seen = capture_call(model, inputs, options.randomness)
                 wrt = tuple(name for name, tensor in seen.tensors.items() if tensor.requires_grad)
-                return Subject(model, tuple(inputs), None, None, seen, (), wrt)
+                return Subject(model, tuple(inputs), None, None, seen, (), wrt, training=training)
             trained_by = optimizer if optimizer is not None else _any_optimizer(model)
             if not inputs:
                 raise Invalid("a training step takes inputs and targets, given none")
@@ -113,7 +116,7 @@ class Subject:
         if optimizer is not None and not updated:
             message = "the optimizer updates no parameter that the loss depends on"
             raise Invalid(message, advice=f"make it of the parameters of this {type(model).__name__}")
-        return Subject(model, tuple(inputs), loss, optimizer, seen, updated, tuple(kept), treatment)
+        return Subject(model, tuple(inputs), loss, optimizer, seen, updated, tuple(kept), treatment, training)
 
     @property
     def kind(self) -> str:
@@ -179,6 +182,12 @@ class Subject:
 
     def _with_gradients(self, forward: Graph) -> WithGradients:
         return with_gradients(forward, self.wrt, differentiable_outputs(self.seen.captured))
+
+
+def held_modules(model: torch.nn.Module, loss: Loss | None) -> dict[str, torch.nn.Module]:
+    """The modules of a model and of a loss by their paths; those of the loss are below `loss`."""
+    found = dict(model.named_modules())
+    return found | (dict(loss.named_modules(prefix="loss")) if isinstance(loss, torch.nn.Module) else {})
 
 
 def _any_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:

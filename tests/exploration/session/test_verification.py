@@ -281,6 +281,25 @@ def test_sessions_and_pipelines_side_by_side() -> None:
     with pytest.raises(Invalid, match="compared on a session's model"):
         dt.compare(dt.TRAINING, dt.INFERENCE)
     assert dt.compare(dt.TRAINING, dt.TRAINING, result).same
+    with pytest.raises(Invalid, match="session is a Session, given int"):
+        dt.compare(result, dt.TRAINING, 3)  # type: ignore[arg-type]
+    for other in (session("module", model=result.subject.model), session(optimizer="sgd", model=result.subject.model)):
+        with pytest.raises(Invalid, match="different inputs, losses or optimizers"):
+            dt.compare(result, other, measure=True)
+
+
+def test_a_reference_is_in_the_mode_of_the_capture() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0))
+    result = Session(model, torch.ones(2, 4), random="eager")
+    model.eval()
+    assert not EagerCopy(result.subject).forward()[0].any() and not model.training
+
+
+def test_progress_is_called() -> None:
+    result = wrong("loss", None)
+    for check in (result.verify, result.measure):
+        with pytest.raises(Invalid, match="progress is called during a check, given 3"):
+            check(progress=3)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(("element", "right"), [(0, True), (1, False)])
