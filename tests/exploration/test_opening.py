@@ -141,3 +141,11 @@ def test_the_page_of_modules_is_escaped() -> None:
     model.add_module("<img src=x onerror=hacked()>", nn.Linear(4, 4))
     page = modules_html(model)
     assert "<img" not in page and "&lt;img src=x onerror=hacked()&gt;" in page and "80 B" in page
+
+
+def test_parameters_without_sizes_have_no_bytes() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    modules = Modules(model)
+    assert [row["bytes"] for row in modules.rows()] == [32, 0, 32]
+    assert "0 parameters" in (modules.details("forward/0") or {})["text"]
+    assert "32 B" in modules_html(model)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from daceml_train.errors import Invalid
 from daceml_train.exploration.export.picture import picture
+from daceml_train.exploration.views.modules import parameter_bytes
 from daceml_train.exploration.views.saved import crossings
 from daceml_train.exploration.views.tree import Item
 from daceml_train.exploration.views.view import GraphView, view_of
@@ -89,7 +90,7 @@ def modules_html(model: torch.nn.Module) -> str:
     rows = [
         (escape(_short(path or type(model).__name__)), escape(type(module).__name__), bytes_text(size))
         for path, module in itertools.islice(model.named_modules(), OPERATORS)
-        if (size := sum(p.numel() * p.element_size() for p in module.parameters())) or not path
+        if (size := parameter_bytes(module)) or not path
     ]
     return _wrapped(f"<h1>{escape(type(model).__name__)}</h1>{_table(('module', 'type', 'parameters'), rows)}")
 

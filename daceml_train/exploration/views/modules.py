@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from daceml_train.exploration.views.view import FIRST, LIMIT
 from daceml_train.reporting.numbers import bytes_text
@@ -61,7 +62,7 @@ class Modules:
                     "label": label,
                     "module": path,
                     "phase": ROOT,
-                    "bytes": _bytes(module),
+                    "bytes": parameter_bytes(module),
                     "flops": 0,
                     "opens": opens,
                     "operators": 0,
@@ -78,8 +79,9 @@ class Modules:
             module = self.model.get_submodule(path)
         except AttributeError:
             return None
-        count = sum(p.numel() for p in module.parameters())
-        text = f"{type(module).__name__}({module.extra_repr()})\n{count:,} parameters, {bytes_text(_bytes(module))}"
+        count = sum(p.numel() for p in module.parameters() if not is_lazy(p))
+        size = bytes_text(parameter_bytes(module))
+        text = f"{type(module).__name__}({module.extra_repr()})\n{count:,} parameters, {size}"
         row = {"key": key, "label": path or type(module).__name__, "kind": "module", "module": path, "phase": ROOT}
         return {**row, "text": text}
 
@@ -94,5 +96,6 @@ def _key(path: str) -> str:
     return f"{ROOT}/{path}" if path else ROOT
 
 
-def _bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+def parameter_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters; those that get their sizes in a first call have none yet."""
+    return sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p))
