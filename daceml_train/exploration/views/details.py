@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from daceml_train.errors import DacemlError
 from daceml_train.exploration.views.tree import Item, Tree
 from daceml_train.graph.graph import Graph, Node
@@ -19,6 +21,7 @@ from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.operator import Origin
 from daceml_train.reporting.numbers import number
 
+_PYTORCH = str(Path(torch.__file__).parent)
 AROUND = 3
 """Source lines shown before and after the box's own."""
 ROWS = 40
@@ -26,7 +29,11 @@ ROWS = 40
 
 
 class Sources:
-    """The user's source files, by the base names that operators carry: those of a model's classes and functions."""
+    """The user's source files, by the base names that operators carry: those of a model's classes and functions.
+
+    An operator's line is never one of PyTorch's own, so that those files do not count. A name that several of the files
+    have is not known.
+    """
 
     def __init__(self, model: object = None) -> None:
         self.files: dict[str, str] = {}
@@ -37,13 +44,15 @@ class Sources:
     def _add(self, kind: type) -> None:
         for function in (vars(kind).get("forward"), vars(kind).get("__init__"), vars(kind).get("__call__")):
             code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-            if code is not None:
-                self.files.setdefault(Path(code.co_filename).name, code.co_filename)
+            if code is not None and not code.co_filename.startswith(_PYTORCH):
+                name = Path(code.co_filename).name
+                if self.files.setdefault(name, code.co_filename) != code.co_filename:
+                    self.files[name] = ""
 
     def lines(self, source: str) -> dict[str, Any] | None:
         """The lines around `model.py:12`, or None where the file is not known."""
         name, _, line = source.rpartition(":")
-        if not line.isdigit() or name not in self.files:
+        if not line.isdigit() or not self.files.get(name):
             return None
         file, at = self.files[name], int(line)
         all_lines = linecache.getlines(file)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -218,3 +220,21 @@ def test_notebooks_show_graphs(session: dt.Session, monkeypatch: pytest.MonkeyPa
         assert results["text/html"].startswith("<style>") and "matmul" in results["text/html"]
     finally:
         InteractiveShell.clear_instance()
+
+
+def test_a_source_line_is_of_the_only_file_with_its_name(tmp_path: Path) -> None:
+    """Not of PyTorch's `linear.py` where the user's model has one, too."""
+
+    def model(folder: str) -> nn.Module:
+        path = tmp_path / folder / "linear.py"
+        path.parent.mkdir()
+        path.write_text(f"class Scale(nn.Module):\n    def forward(self, x):\n        return x  # {folder}\n")
+        names: dict[str, Any] = {"nn": nn}
+        exec(compile(path.read_text(), path, "exec"), names)
+        scale: nn.Module = names["Scale"]()
+        return scale
+
+    one = model("one")
+    told = Sources(nn.Sequential(nn.Linear(2, 2), one)).lines("linear.py:3")
+    assert told is not None and told["lines"][-1].endswith("# one")
+    assert Sources(nn.Sequential(one, model("two"))).lines("linear.py:3") is None
