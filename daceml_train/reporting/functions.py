@@ -46,7 +46,7 @@ def _compiled(group: Sequence[Record]) -> Compiled:
     ]
     memory = [size for p in programs for size in p.memory()]
     inputs = [p.inputs() for p in programs]
-    kept = [k for p in programs[:1] for k in p.kept(apart=len(programs) > 1)]
+    kept = [k for p in programs[:1] for k in p.kept(*(after.program for after in programs[1:]))]
     stages: dict[str, float] = {}
     for record in group:
         for stage, seconds in record.seconds.items():

@@ -64,17 +64,20 @@ class Schedule:
         """Bytes of inputs and constants."""
         return self._footprint.inputs
 
-    def kept(self, apart: bool) -> list[Kept]:
+    def kept(self, backward: Program | None = None) -> list[Kept]:
         """Arrays produced by the forward pass and read after it; the largest first.
 
-        `apart` says that the backward pass is another program, which reads outputs of this one.
+        A `backward` pass that is another program reads the last outputs of this one; the others are the caller's.
         """
+        apart = backward is not None
         turn = len(self.program.launches) - 1 if apart else self._turn
-        results = {place.slot for place in self.program.outputs}
+        count = sum(entry.role is Role.saved for entry in backward.inputs) if backward is not None else 0
+        outputs = self.program.outputs
+        results = {place.slot for place in outputs[len(outputs) - count :]}
         saved = []
         for number_, slot in enumerate(self.program.slots):
             lives = number_ in results if apart else slot.last > turn
-            if slot.home is Allocation.input or turn is None or not 0 <= slot.first <= turn or not lives:
+            if slot.home is Allocation.input or not 0 <= slot.first <= turn or not lives:
                 continue
             shape = ", ".join(str(number(size, self.sizes)) for size in slot.shape)
             cost = self.costs[slot.first] if slot.first < len(self.costs) else Cost("", "", "", "")

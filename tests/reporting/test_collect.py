@@ -150,6 +150,8 @@ def test_module_of_varying_sizes() -> None:
     assert [f.programs for f in report.functions] == [2, 2]
     fixed, varying = report.functions
     assert not fixed.sizes and 7 in varying.sizes.values()
+    assert "float32[5, 16]" in (saved := {kept.array for kept in fixed.kept})
+    assert "float32[5, 4]" not in saved, "results that the backward pass does not read"
     assert isinstance(varying.moved, int)
     assert "at the sizes last used" in str(report)
 
