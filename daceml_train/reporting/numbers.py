@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from daceml_train.tensor import Dim
 
+ROUNDS_TO_ONE = 0.9995
+"""What has this many of a unit is 1 of it to three digits, and would be 1e+03 of the next smaller one."""
+
 
 def number(size: Dim, sizes: Mapping[str, int]) -> int | str:
     """A size as a number where all its symbols have values, else as a text."""
@@ -27,7 +30,7 @@ def bytes_text(count: int | str) -> str:
         return f"{count} B"
     value = float(count)
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(value) < 1000 or unit == "GB":
+        if round(abs(value), 1) < 1000 or unit == "GB":
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     raise AssertionError
@@ -46,17 +49,22 @@ def counted(count: int, thing: str) -> str:
 def seconds_text(seconds: float) -> str:
     """A time with its unit: `3.2 ms`."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * factor >= 1 or unit == "µs":
-            return f"{seconds * factor:.3g} {unit}"
+        if seconds * factor >= ROUNDS_TO_ONE or unit == "µs":
+            return f"{_three_digits(seconds * factor)} {unit}"
     raise AssertionError
 
 
 def flops_text(count: float) -> str:
     """A number of operations with its unit: `12.5 GFLOP`."""
     for unit, factor in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count / 1e3:.3g} kFLOP"
+        if count >= factor * ROUNDS_TO_ONE:
+            return f"{_three_digits(count / factor)} {unit}"
+    return f"{_three_digits(count / 1e3)} kFLOP"
+
+
+def _three_digits(value: float) -> str:
+    """A number to three digits; all of them where it has more before its point, since no larger unit exists."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def roofline_text(part: float | None) -> str:

@@ -149,8 +149,9 @@ def _function(report: Contents, function: Compiled) -> Iterator[str]:
 
 
 def _cards(report: Contents, function: Compiled) -> Iterator[tuple[str, str]]:
-    if report.eager is not None and isinstance(function.moved, int) and len(report.functions) == 1:
-        yield "of PyTorch's bytes", f"{100 * function.moved / max(report.eager.bytes, 1):.0f} %"
+    theirs = report.eager.bytes if report.eager is not None else 0
+    if theirs and isinstance(function.moved, int) and len(report.functions) == 1:
+        yield "of PyTorch's bytes", f"{100 * function.moved / theirs:.0f} %"
     yield "moved", bytes_text(function.moved)
     if isinstance(function.flops, int):
         yield "arithmetic", flops_text(function.flops)
@@ -158,7 +159,7 @@ def _cards(report: Contents, function: Compiled) -> Iterator[tuple[str, str]]:
         yield "peak memory", bytes_text(function.peak)
     if (spent := function.seconds) is not None:
         yield "measured", seconds_text(spent)
-        if report.machine is not None:
+        if report.machine is not None and spent:
             least = sum(report.machine.seconds(x.bytes, x.flops) for x in function.launches)
             yield "of the roofline", roofline_text(least / spent)
     yield "kernels, distinct", f"{function.kernels}, {function.distinct_kernels}"

@@ -28,7 +28,8 @@ def bars(function: Compiled, eager: Eager | None) -> str:
     for place, (name, size, kind) in enumerate(known):
         y, width = 26 * place, max(1.0, 360 * size / largest)
         parts.append(f'<text x="200" y="{y + 17}" text-anchor="end">{escape(name)}</text>')
-        told = f"{name}: {size:,} bytes" + (f", {size / eager.bytes:.2f} of PyTorch's" if eager is not None else "")
+        told = f"{name}: {size:,} bytes"
+        told += f", {size / eager.bytes:.2f} of PyTorch's" if eager is not None and eager.bytes else ""
         bar = f'<rect class="{kind}" x="210" y="{y + 5}" width="{width:.1f}" height="16" rx="2">'
         parts.append(f"{bar}<title>{escape(told)}</title></rect>")
         parts.append(f'<text class="number" x="{218 + width:.1f}" y="{y + 17}">{bytes_text(size)}</text>')

@@ -18,7 +18,7 @@ from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import Invalid
 from daceml_train.lowering.device import CPU
 from daceml_train.lowering.program import KernelLaunch
-from daceml_train.reporting.numbers import seconds_text
+from daceml_train.reporting.numbers import counted, seconds_text
 from daceml_train.reporting.page import STYLE, whole
 from daceml_train.runtime.tune_schedules import Candidate, Nest, explore
 from daceml_train.storage.named_by_user import file_of, write_text
@@ -54,7 +54,7 @@ class Explored:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield f"schedules of {self.name}: {len(self.nests)} tiled kernels"
+        yield f"schedules of {self.name}: {counted(len(self.nests), 'tiled kernel')}"
         for nest in self.nests:
             yield f"\n{nest.name}: {_gain(nest)}"
             for c in nest.candidates:

@@ -1,6 +1,7 @@
 import html
 import json
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from daceml_train.passes.pipeline import PassRecord
 from daceml_train.reporting import Report, bytes_text, number, share
 from daceml_train.reporting.collect import reasons
 from daceml_train.reporting.functions import functions_of
+from daceml_train.reporting.numbers import flops_text, seconds_text
 from daceml_train.tensor import symbol
 
 
@@ -74,10 +76,25 @@ def test_symbolic_bytes_are_shown_at_known_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (38_400_000, "38.4 MB"), (2.5e12, "2500.0 GB")]
+    ("shown", "count", "text"),
+    [
+        (bytes_text, 0, "0 B"),
+        (bytes_text, 999, "999 B"),
+        (bytes_text, 1500, "1.5 kB"),
+        (bytes_text, 999_960, "1.0 MB"),
+        (bytes_text, 38_400_000, "38.4 MB"),
+        (bytes_text, 2.5e12, "2500.0 GB"),
+        (seconds_text, 0.0, "0 µs"),
+        (seconds_text, 3.21e-3, "3.21 ms"),
+        (seconds_text, 0.9996, "1 s"),
+        (seconds_text, 1234.5, "1,234 s"),
+        (flops_text, 999_700_000, "1 GFLOP"),
+        (flops_text, 2_000, "2 kFLOP"),
+        (flops_text, 2e15, "2,000 TFLOP"),
+    ],
 )
-def test_bytes_text(count: int, text: str) -> None:
-    assert bytes_text(count) == text
+def test_numbers_with_units(shown: Callable[[float], str], count: float, text: str) -> None:
+    assert shown(count) == text
 
 
 def test_other_objects_are_refused() -> None:

@@ -114,6 +114,12 @@ def test_charts_have_their_numbers_under_the_pointer() -> None:
     assert "launch 5: 1.1 kB" in titles and any("of the roofline" in title for title in titles)
 
 
+def test_without_bytes_or_seconds() -> None:
+    """PyTorch moves nothing for a view, and a clock may be too coarse for a short step."""
+    page = report([launched(seconds=0.0)], eager=Eager(0, 0, 0, {})).to_html()
+    assert "after fusion: 4,000 bytes" in page and "of PyTorch" not in page and "of the roofline" not in page
+
+
 def test_without_times() -> None:
     result = report([launched(seconds=None)], machine=None, eager=None)
     assert result.to_html().count("<svg") == 2

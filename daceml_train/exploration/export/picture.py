@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from daceml_train.exploration.views.view import Edge, GraphView, caption
-from daceml_train.reporting.numbers import bytes_text
+from daceml_train.reporting.numbers import bytes_text, counted
 
 HEIGHT, GAP, LAYER, LETTER = 24, 14, 52, 6.4
 """Height of a box, room between two, from layer to layer, and per letter, in pixels."""
@@ -93,7 +93,8 @@ def _curve(edge: Edge, places: Mapping[str, tuple[float, float]], width: Mapping
     long = round((y1 - y0) / LAYER) > 1 or y1 < y0
     bend, aside = max(16.0, abs(y1 - y0) / 2), 0.35 * abs(y1 - y0) + 40 if long else 0.0  # round the boxes between
     path = f"M{x0:.0f} {y0:.0f}C{x0 + aside:.0f} {y0 + bend:.0f} {x1 + aside:.0f} {y1 - bend:.0f} {x1:.0f} {y1:.0f}"
-    return f'<path d="{path}"><title>{escape(bytes_text(edge.bytes))}, {len(edge.arrays)} arrays</title></path>'
+    told = f"{bytes_text(edge.bytes)}, {counted(len(edge.arrays), 'array')}"
+    return f'<path d="{path}"><title>{escape(told)}</title></path>'
 
 
 def _short(text: str) -> str:
