@@ -12,6 +12,7 @@ from torch import nn
 import daceml_train as dt
 from daceml_train.cli import main
 from daceml_train.exploration import Session
+from daceml_train.reporting import Report
 
 MODEL = """
 import torch
@@ -201,8 +202,8 @@ def test_diff_of_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert part in text, part
     assert main(["diff", str(paths[0]), "training"]) == 2
     assert f"a report is compared with a report: {paths[0]} is one, and training is not" in capsys.readouterr().err
-    for damaged in ({**REPORT, "functions": 3}, {**REPORT, "functions": [{"name": "step"}]}):
-        paths[1].write_text(json.dumps(damaged))
+    for damaged in (3, [{"name": "step"}], [{**other["functions"][0], "launches": [{"bytes": 3}]}]):
+        paths[1].write_text(json.dumps({**REPORT, "functions": damaged}))
         assert main(["diff", *map(str, paths)]) == 2
         assert f"{paths[1]} is a damaged report, or one of another version" in capsys.readouterr().err
 
@@ -221,6 +222,9 @@ def test_a_page_is_of_two_reports(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("bisect {model}:step --pipeline trainig", 1, "did you mean 'training'?"),
         ("explain {model}:step --pipeline none", 2, "--pipeline and --code are about an operator: name it, --node"),
         ("bisect {model}:step --folder {report}", 2, "{report} is a file, and expected to be a folder"),
+        ("bisect {model}:step --folder {report}/new/er", 2, "{report} is a file, and expected to be a folder"),
+        ("diff {report} {report} --json /dev/full", 2, "/dev/full cannot be written: No space left on device"),
+        ("diff {report} {report} --html /dev/full", 2, "/dev/full cannot be written: No space left on device"),
         ("bisect {model}:other_shape", 1, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x5 and 4x2)"),
         ("diff {report} {report} --html /nowhere/both.html", 2, "/nowhere/both.html cannot be written"),
         ("run {model}:step", 1, "run takes an ONNX model, FILE.onnx, given {model}:step"),
@@ -233,6 +237,13 @@ def test_what_a_command_does_not_take_is_named(
     Path(names["report"]).write_text(json.dumps(REPORT))
     assert main([argument.format(**names) for argument in arguments.split()]) == status
     assert sentence.format(**names) in capsys.readouterr().err
+
+
+def test_nothing_to_simulate(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = Report("module", "Linear", (), ("a reason",))
+    monkeypatch.setattr("daceml_train.cli.reports._measured", lambda *_, **__: nothing)
+    assert main(["simulate", f"{model}:module"]) == 1
+    assert "nothing was compiled, so there is nothing to simulate" in capsys.readouterr().err
 
 
 def test_explain_a_node(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,8 +45,8 @@ def _written(options: argparse.Namespace) -> Iterator[None]:
         if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK)):
             raise Failure(f"{path} cannot be written", 2)
     for path in (getattr(options, name, None) for name in ("folder", "code")):
-        if path is not None and path.is_file():
-            raise Failure(f"{path} is a file, and expected to be a folder", 2)
+        if path is not None and (found := next(p for p in (path, *path.absolute().parents) if p.exists())).is_file():
+            raise Failure(f"{found} is a file, and expected to be a folder", 2)
     if getattr(options, "dump", None) is None:
         yield
         return

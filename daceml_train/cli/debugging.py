@@ -86,7 +86,11 @@ def _explain_node(options: argparse.Namespace) -> int:
     say("")
     print(found)
     if options.code is not None:
-        for path in found.write(options.code):
+        try:
+            written = found.write(options.code)
+        except OSError as error:
+            raise Failure(f"nothing can be written into {options.code}: {error.strerror or error}", 2) from None
+        for path in written:
             print(f"written: {path}")
     return 0
 

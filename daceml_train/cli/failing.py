@@ -17,6 +17,14 @@ class Failure(Exception):
         self.status = status
 
 
+def write(path: Path, text: str) -> None:
+    """Write a file that the user named. Raises `Failure` where that is not possible, such as on a full disk."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Failure(f"{path} cannot be written: {error.strerror or error}", 2) from None
+
+
 def say(text: str) -> None:
     """Progress, on a terminal only; nothing clears the line."""
     if sys.stderr.isatty():

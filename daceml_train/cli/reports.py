@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from daceml_train.cli.failing import Failure, say
+from daceml_train.cli.failing import Failure, say, write
 from daceml_train.cli.models import add_inputs, add_model, as_tuple, made_by, onnx_model
 
 
@@ -99,7 +99,7 @@ def _report(options: argparse.Namespace) -> int:
     print(report)
     for path in (options.output, options.json):
         if path is not None:
-            report.save(path) if path is options.output else path.write_text(report.to_json() + "\n", encoding="utf-8")
+            report.save(path) if path is options.output else write(path, report.to_json() + "\n")
             say(f"written to {path}")
     return 0
 
@@ -134,7 +134,7 @@ def _trace(options: argparse.Namespace) -> int:
     events = _measured(options, eager=False).trace()
     if len(events["traceEvents"]) < 2:
         raise Failure("nothing was compiled, so there is nothing to show; `daceml-train report` says why")
-    options.output.write_text(json.dumps(events), encoding="utf-8")
+    write(options.output, json.dumps(events))
     print(f"{options.output}: open it in chrome://tracing or https://ui.perfetto.dev")
     return 0
 
@@ -162,7 +162,9 @@ def _simulate(options: argparse.Namespace) -> int:
             finally:
                 torch.set_num_threads(before)
             if options.json is not None:
-                options.json.write_text(report.to_json() + "\n", encoding="utf-8")
+                write(options.json, report.to_json() + "\n")
+            if not report.functions:
+                raise Failure("nothing was compiled, so there is nothing to simulate; `daceml-train report` says why")
             programs = programs_of(report.functions[-1].launches)
     except DacemlError as error:
         raise Failure(str(error)) from error
@@ -202,7 +204,7 @@ def _links(options: argparse.Namespace) -> int:
     print(f"dt.report(step, ranks=..., link=dt.Link(alpha={link.alpha:.3g}, bandwidth={link.bandwidth:.4g}))")
     if options.json is not None:
         figures = {"ranks": ranks, "alpha": link.alpha, "bandwidth": link.bandwidth, "points": points}
-        options.json.write_text(json.dumps(figures) + "\n", encoding="utf-8")
+        write(options.json, json.dumps(figures) + "\n")
     return 0
 
 
@@ -297,6 +299,15 @@ def _run(options: argparse.Namespace) -> int:
         print(f"{name}: {str(value.dtype).removeprefix('torch.')} {list(value.shape)}")
         print(value)
     if options.output is not None:
-        np.savez(options.output, **{name: value.numpy() for name, value in results.items()})
-        say(f"written to {options.output}")
+        path = options.output if options.output.suffix == ".npz" else Path(f"{options.output}.npz")  # as NumPy does
+        try:
+            np.savez(path, **{name: _array(value) for name, value in results.items()})
+        except OSError as error:
+            raise Failure(f"{path} cannot be written: {error.strerror or error}", 2) from None
+        say(f"written to {path}")
     return 0
+
+
+def _array(value: Any) -> Any:
+    """A result in NumPy, which has no bfloat16."""
+    return (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from daceml_train.cli.failing import Failure, say
+from daceml_train.cli.failing import Failure, say, write
 from daceml_train.cli.models import add_inputs, as_tuple, made_by
 from daceml_train.errors import nearest
 
@@ -111,14 +111,14 @@ def _diff(options: argparse.Namespace) -> int:
     say("")
     print(f"a: {options.a}\nb: {options.b}\n{told}")
     if options.json is not None:
-        options.json.write_text(json.dumps(told.as_dict(), indent=1) + "\n", encoding="utf-8")
+        write(options.json, json.dumps(told.as_dict(), indent=1) + "\n")
     if options.html is not None:
         from daceml_train.reporting.difference import read
         from daceml_train.reporting.difference_page import document
 
         a, b = Path(options.a), Path(options.b)
         names = (a.stem, b.stem) if a.stem != b.stem else (str(a), str(b))
-        options.html.write_text(document(read(a), read(b), names, told), encoding="utf-8")
+        write(options.html, document(read(a), read(b), names, told))
         print(f"written to {options.html}")
     return 0 if told.same else 1
 

@@ -72,7 +72,10 @@ def _whole(data: Mapping[str, Any]) -> bool:
     functions = data["functions"]
     if "name" not in data or not isinstance(functions, list) or not all(isinstance(f, dict) for f in functions):
         return False
-    return all({"name", "inputs", "memory", "calls", "fallbacks", "launches"} <= f.keys() for f in functions)
+    if not all({"name", "inputs", "memory", "calls", "fallbacks", "launches"} <= f.keys() for f in functions):
+        return False
+    launches = [launch for f in functions for launch in f["launches"]]
+    return all(isinstance(launch, dict) and {"operators", "bytes"} <= launch.keys() for launch in launches)
 
 
 def difference(a: Path, b: Path) -> Difference:
