@@ -6,7 +6,7 @@ that array; new operators from the same user line also represent it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from daceml_train.exploration.views.details import Sources
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.graph.leaves import leaves
 from daceml_train.lowering.lower import lower
-from daceml_train.lowering.program import CallLaunch, KernelLaunch
+from daceml_train.lowering.program import CallLaunch, ControlLaunch, KernelLaunch, Program
+from daceml_train.lowering.program import Launch as AnyLaunch
 from daceml_train.ops.kernel import described
 from daceml_train.passes.base import without_dead_code
 from daceml_train.reporting.numbers import bytes_text
@@ -210,13 +211,23 @@ def _launches(session: Session, nodes: Sequence[Node]) -> tuple[Launch, ...]:
     for place, launch in zip(program.nodes, program.launches, strict=False):
         if place < 0 or graph.nodes[place].outputs[0] not in own:
             continue
-        if isinstance(launch, KernelLaunch):
-            code = program.codes[launch.code]
-            found[code.key] = Launch(f"kernel_{code.key}", code.source, _library(session, code.key))
-        else:
-            called = launch.target if isinstance(launch, CallLaunch) else type(launch).__name__
-            found[called] = Launch(f"library call {called}", "", None)
+        for part, inner in _inside(program, launch):
+            if isinstance(inner, KernelLaunch):
+                code = part.codes[inner.code]
+                found[code.key] = Launch(f"kernel_{code.key}", code.source, _library(session, code.key))
+            else:
+                called = f"library call {inner.target}" if isinstance(inner, CallLaunch) else "a copy"
+                found[called] = Launch(called, "", None)
     return tuple(found.values())
+
+
+def _inside(program: Program, launch: AnyLaunch) -> Iterator[tuple[Program, AnyLaunch]]:
+    """A launch and its program; of control flow, those of the bodies."""
+    if not isinstance(launch, ControlLaunch):
+        yield program, launch
+        return
+    for part in (part for body in launch.bodies for part in body.all):
+        yield from ((part, inner) for inner in part.launches if not isinstance(inner, ControlLaunch))
 
 
 def _library(session: Session, key: str) -> Path | None:

@@ -108,7 +108,9 @@ def body_text(node: Node) -> str:
 
 
 def code_of(graph: Graph, node: Node) -> str:
-    """The C++ generated for one operator, or its library calls; or the reason why it cannot be lowered."""
+    """The C++ generated for one operator, bodies of control flow included, or its library calls; or the reason why it
+    cannot be lowered.
+    """
     alone = Graph("alone")
     for name in dict.fromkeys(node.inputs):
         alone.input(name, graph.tensors[name])
@@ -118,10 +120,12 @@ def code_of(graph: Graph, node: Node) -> str:
         program = lower(leaves(alone).graph)
     except DacemlError as error:
         return f"// not compiled on its own: {error}"
-    calls = [launch.target for launch in program.launches if isinstance(launch, CallLaunch)]
-    used = dict.fromkeys(launch.code for launch in program.launches if isinstance(launch, KernelLaunch))
-    texts = [f"// library call: {name}" for name in calls] + [program.codes[number_].source for number_ in used]
-    return "\n\n".join(texts) or "// nothing runs: the result is a view or a constant"
+    launches = [(part, launch) for part in program.all for launch in part.launches]
+    calls = [f"// library call: {launch.target}" for _, launch in launches if isinstance(launch, CallLaunch)]
+    used = dict.fromkeys(
+        part.codes[launch.code].source for part, launch in launches if isinstance(launch, KernelLaunch)
+    )
+    return "\n\n".join([*calls, *used]) or "// nothing runs: the result is a view or a constant"
 
 
 def _array(graph: Graph, name: str, sizes: Mapping[str, int]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import daceml_train as dt
 from daceml_train.analysis.phases import phases
 from daceml_train.analysis.traffic import traffic
 from daceml_train.exploration.export.page import graph_html, session_html
+from daceml_train.exploration.session.lineage import lineage
 from daceml_train.exploration.views.details import Sources, code_of, details
 from daceml_train.exploration.views.saved import crossings
 from daceml_train.exploration.views.sdfg import sdfg_of
@@ -238,3 +239,17 @@ def test_a_source_line_is_of_the_only_file_with_its_name(tmp_path: Path) -> None
     told = Sources(nn.Sequential(nn.Linear(2, 2), one)).lines("linear.py:3")
     assert told is not None and told["lines"][-1].endswith("# one")
     assert Sources(nn.Sequential(one, model("two"))).lines("linear.py:3") is None
+
+
+class Branches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x @ x, lambda x: x.sin().cos(), (x,))
+
+
+def test_the_code_of_control_flow_is_that_of_its_bodies() -> None:
+    branching = dt.Session(Branches(), torch.randn(3, 3))
+    (node,) = (node for node in branching.graph.nodes if node.op.label == "cond")
+    code = code_of(branching.graph, node)
+    assert "// library call: mm" in code and "sin(" in code and "cos(" in code
+    names = [launch.name for launch in lineage(branching, node.outputs[0]).launches]
+    assert "library call mm" in names and any(name.startswith("kernel_") for name in names)
