@@ -130,7 +130,7 @@ def report(
             functions = functions_of(records())
     else:
         functions = functions_of(records())
-    here = all(function.device == "cpu" for function in functions)  # the machine is the processor
+    here = bool(functions) and all(function.device == "cpu" for function in functions)  # the machine is the processor
     found = machine(cache_folder()) if (run is not None or ranks is not None) and here else None
     pieces = _reported(compiled)[2]  # `torch.compile` has a backend from the first call on
     own = compiled.breaks if isinstance(compiled, TrainingStep) else []
@@ -145,8 +145,8 @@ def report(
     known = compiled.paths.values() if isinstance(compiled, TrainingStep) else ()
     ways = tuple(line for paths in known if paths.calls for line in paths.lines())
     scaling = None
-    if ranks is not None and link is not None:
-        launches = functions[-1].launches if functions else ()
+    if ranks is not None and link is not None and functions:
+        launches = functions[-1].launches
         dense, rows = compiled.gradient_bytes()
         clipped = compiled.clipping.norm is not None
         template = Profile(0.0, 0.0, 0.0, dense, rows, clipped, compiled.shards)

@@ -116,6 +116,7 @@ def test_before_the_first_call() -> None:
     for compiled in (dt.optimize(model), step):
         assert "nothing is compiled yet: the first call compiles" in str(dt.report(compiled))
         assert "nothing is compiled yet" in dt.report(compiled)._repr_html_()
+    assert dt.report(step, ranks=4, link=dt.Link(alpha=1e-5, bandwidth=1e9)).scaling is None
 
 
 @pytest.mark.compiled
