@@ -126,13 +126,19 @@ def _check_inputs(options: argparse.Namespace, model: str) -> None:
     if named and not model.endswith(".onnx"):
         raise Failure(f"--input and --size are for ONNX models, and the inputs of {model} are those that it returns")
     for text in getattr(options, "input", ()):
-        path = text.rpartition("=")[2]
+        _, path = _input(text)
         if not Path(path).is_file():
             raise Failure(f"there is no file {path}")
     for text in getattr(options, "size", ()):
         name, _, number = text.partition("=")
         if not name or not (number.isascii() and number.isdecimal()):
             raise Failure(f"--size takes NAME=N, given {text!r}")
+
+
+def _input(text: str) -> tuple[str, str]:
+    """The name, which may be empty, and the file of `[NAME=]FILE.npy`; the file's path may have `=` in it."""
+    name, equals, path = text.partition("=")
+    return ("", text) if not equals or Path(text).is_file() else (name, path)
 
 
 def onnx_model(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
@@ -144,9 +150,9 @@ def onnx_model(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
         module: Any = dt.load_onnx(Path(options.model))
         from daceml_train.frontends.onnx.inputs import complete, from_files
 
-        files = [text.rpartition("=") for text in options.input]
+        files = [_input(text) for text in options.input]
         sizes = [text.partition("=") for text in options.size]
-        given = from_files(module, [(name, Path(file)) for name, _, file in files])
+        given = from_files(module, [(name, Path(file)) for name, file in files])
         return module, complete(module, given, {name: int(number) for name, _, number in sizes})
     except DacemlError as error:
         raise Failure(str(error)) from None

@@ -28,9 +28,11 @@ def two_inputs():
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-@pytest.mark.parametrize("given", ["x.npy", "x=x.npy"])
-def test_run_prints_and_writes_results(folder, capsys, given):
-    assert main(["run", "m.onnx", "--input", given, "-o", "r.npz"]) == 0
+@pytest.mark.parametrize(("given", "output"), [("lr=1/x.npy", "r"), ("x=lr=1/x.npy", "r.npz")])
+def test_run_prints_and_writes_results(folder, capsys, given, output):
+    (folder / "lr=1").mkdir()
+    (folder / "x.npy").rename(folder / "lr=1" / "x.npy")
+    assert main(["run", "m.onnx", "--input", given, "-o", output]) == 0
     assert "y: float32 [2, 3]" in capsys.readouterr().out
     expected = load("m.onnx")(torch.from_numpy(random(2, 4))).detach()
     torch.testing.assert_close(torch.from_numpy(np.load("r.npz")["y"]), expected)
