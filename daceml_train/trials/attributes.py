@@ -62,6 +62,8 @@ class Attributes:
         for path, name, value in self._every():
             found[path][name] = encode(value, f"{path}.{name}")
         self._opaque = encode.opaque
+        if self.objects.lasting is None:
+            self.objects.lasting = encode.met
         return found
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -70,6 +72,8 @@ class Attributes:
         missing = {(path, name): None for path, names in saved.items() for name in names}
         other: list[tuple[str, str, Any]] = []
         owners: dict[int, int] = {}
+        for path, name, value in self._every():
+            decode.place(value, saved[path].get(name))
         for path, name, value in self._every():
             described = saved[path].get(name, self)
             if described is self:

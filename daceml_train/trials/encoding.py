@@ -7,6 +7,7 @@ and after it. What has no description is left in place, and is looked at only to
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import enum
@@ -14,19 +15,21 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from daceml_train.errors import Invalid
-from daceml_train.trials.values import PLAIN, digest_of
+from daceml_train.trials.values import PLAIN, alike, digest_of
 
 KIND = "kind of object"
 """The entry of a description that tells it from a user's dictionary."""
 OPAQUE = "opaque"
 """The kind of what has no description."""
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+"""Classes whose objects are their fields."""
 _FACTORIES = {kind.__name__: kind for kind in (int, float, list, dict, set)}
 
 
@@ -39,6 +42,10 @@ class Objects:
         self.names: dict[int, str] = {}
         """Their names by identity."""
         self.opaque: dict[str, Any] = {}
+        self.lasting: dict[int, Any] | None = None
+        """Those that the model had at the first snapshot, by identity: the user's functions may hold them, too, and
+        write settings into them.
+        """
 
     def name(self, found: Mapping[str, Any]) -> None:
         """Take note of the tensors and modules of this moment."""
@@ -71,6 +78,11 @@ class Encoder:
             self._active.discard(id(value))
         self._known[id(value)] = value, found  # kept, so that the identity stays this object's
         return found
+
+    @property
+    def met(self) -> dict[int, Any]:
+        """What was described, by identity."""
+        return {key: value for key, (value, _) in self._known.items()}
 
     def _described(self, value: Any, where: str) -> Any:
         if id(value) in self.objects.names:
@@ -154,18 +166,19 @@ def _fields(value: Any, inner: Inner) -> dict[str, Any] | None:
     kind = type(value)
     if isinstance(value, enum.Enum):
         return _of("member", type=named, name=value.name) if (named := _name(kind)) else None
-    if not (kind is types.SimpleNamespace or dataclasses.is_dataclass(kind) or _is_named_tuple(value)):
+    if not (kind in NAMESPACES or dataclasses.is_dataclass(kind) or _is_named_tuple(value)):
         return None
     if (named := _name(kind)) is None:
         return None
+    fields = {name: inner(entry, f".{name}") for name, entry in _own_fields(value).items()}
+    return _of("fields", type=named, fields=fields)
+
+
+def _own_fields(value: Any) -> dict[str, Any]:
     if _is_named_tuple(value):
-        fields: Mapping[str, Any] = value._asdict()
-    else:
-        fields = vars(value) if hasattr(value, "__dict__") else {}
-        if dataclasses.is_dataclass(kind):
-            slots = {f.name: getattr(value, f.name) for f in dataclasses.fields(kind) if hasattr(value, f.name)}
-            fields = {**slots, **fields}
-    return _of("fields", type=named, fields={name: inner(entry, f".{name}") for name, entry in fields.items()})
+        return dict(value._asdict())
+    slots = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return {f.name: getattr(value, f.name) for f in slots if hasattr(value, f.name)} | getattr(value, "__dict__", {})
 
 
 def _names(value: Any, inner: Inner) -> dict[str, Any] | None:
@@ -200,11 +213,33 @@ def _bytes(content: bytes) -> torch.Tensor:
 
 
 class Decoder:
-    """Creates values from descriptions; those that share a part of a description share the object."""
+    """Creates values from descriptions; those that share a part of a description share the object.
+
+    Generators, and of lasting objects tensors, arrays, lists, dictionaries, and those that are their fields, are set to
+    what is described: who holds them sees it.
+    """
 
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
         self._known: dict[int, Any] = {}
+        self._descriptions: dict[int, Any] = {}
+        """The description at the place of each lasting object, by the object's identity."""
+        self._lasting: dict[int, Any] = {}
+        """The lasting object that becomes what is described, by the identity of the description."""
+
+    def place(self, now: Any, described: Any) -> None:
+        """Note that `now` is at the place of a description, before anything is created."""
+        if id(now) not in (self.objects.lasting or ()):
+            return
+        if id(now) in self._descriptions:
+            if (other := self._descriptions[id(now)]) is not described:  # one object where there were two
+                self._lasting.pop(id(other), None)
+            return
+        self._descriptions[id(now)] = described
+        if _can_become(now, described):
+            self._lasting.setdefault(id(described), now)
+        for part, of_part in _parts(now, described):
+            self.place(part, of_part)
 
     def knows(self, described: Any, value: Any) -> None:
         """Where this description is found from now on, the object is `value`."""
@@ -215,12 +250,31 @@ class Decoder:
         return self._known.get(id(described))
 
     def __call__(self, described: Any, now: Any = None) -> Any:
-        """The value; `now` is what is at its place, which generators are set in, so that others see them."""
+        """The value; `now` is what is at its place, if that is a generator."""
         if type(described) in PLAIN:
             return described
         if id(described) not in self._known:
-            self._known[id(described)] = self._value(described, now)
+            lasting = self._lasting.get(id(described))
+            found = self._value(described, now) if lasting is None else self._set(lasting, described)
+            self._known[id(described)] = found
         return self._known[id(described)]
+
+    def _set(self, lasting: Any, described: Any) -> Any:
+        """A lasting object, which is from now on what is described."""
+        if isinstance(described, torch.Tensor):
+            with torch.no_grad():
+                lasting.copy_(described)
+        elif type(lasting) is np.ndarray:
+            lasting[...] = self._value(described, None)
+        elif type(lasting) is list:
+            lasting[:] = map(self, described)
+        elif type(lasting) is dict:
+            entries = {name: self(entry) for name, entry in described.items()}
+            lasting.clear()
+            lasting.update(entries)
+        else:
+            _set_fields(lasting, {name: self(entry) for name, entry in described["fields"].items()})
+        return lasting
 
     def _value(self, described: Any, now: Any) -> Any:
         if isinstance(described, torch.Tensor):
@@ -307,9 +361,38 @@ class Decoder:
         if issubclass(own, tuple):
             return own(**fields)
         value = own.__new__(own)
-        for name, entry in fields.items():
-            object.__setattr__(value, name, entry)
+        _set_fields(value, fields)
         return value
+
+
+def _can_become(value: Any, described: Any) -> bool:
+    """Whether an object can be set to what is described, without a new one."""
+    if isinstance(described, torch.Tensor):
+        strided = type(value) is torch.Tensor and alike(value, described) and value.is_contiguous()
+        return strided and not value.requires_grad and not value.is_inference()
+    if not isinstance(described, dict) or KIND not in described:
+        return type(value) in (list, dict) and type(value) is type(described)
+    if described[KIND] == "array" and type(value) is np.ndarray:
+        alike_arrays = value.dtype.str == described["dtype"] and list(value.shape) == described["shape"]
+        return alike_arrays and value.flags.writeable
+    return described[KIND] == "fields" and not isinstance(value, tuple) and _name(type(value)) == described["type"]
+
+
+def _parts(value: Any, described: Any) -> Iterator[tuple[Any, Any]]:
+    """The parts of an object, each with the description at its place."""
+    if isinstance(described, list | tuple) and type(value) is type(described):
+        yield from zip(value, described, strict=False)
+    elif isinstance(described, dict):
+        fields = described.get("fields", {}) if KIND in described else described
+        own = value if type(value) is dict else _own_fields(value)
+        yield from ((own[name], entry) for name, entry in fields.items() if name in own)
+
+
+def _set_fields(value: Any, fields: Mapping[str, Any]) -> None:
+    for name in _own_fields(value).keys() - fields:
+        object.__delattr__(value, name)
+    for name, entry in fields.items():
+        object.__setattr__(value, name, entry)
 
 
 __all__ = ["KIND", "OPAQUE", "Decoder", "Encoder", "Objects"]

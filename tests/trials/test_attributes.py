@@ -2,6 +2,7 @@
 
 import collections
 import random
+from argparse import Namespace
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.compiled
 
 @dataclass
 class Config:
-    steps: int = 0
+    steps: float = 0
 
 
 class Keeping(nn.Module):
@@ -149,6 +150,42 @@ def test_what_a_model_keeps_belongs_to_a_trial(kind: type[nn.Module]) -> None:
     found = new(kind)
     values = found.run_all(trials, 3)
     assert values == [dict(new(kind).run(0, trial, 3)) for trial in trials]
+    found.reset()
+    assert same(found.training.snapshot(), found._start)
+
+
+class Settable(nn.Module):
+    """Holds objects that `apply` writes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale, self.array = nn.Linear(8, 4), torch.zeros(1), np.zeros(1)
+        self.config, self.space, self.inner.table = Config(), Namespace(n=[Config()]), {"n": 0.0}  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.config.steps, self.space.n[0].steps, self.inner.table["n"]]  # type: ignore[index]
+        return self.inner(x) * (1 + self.scale + sum(parts))
+
+
+def test_settings_are_written_into_what_the_model_holds() -> None:
+    def new_trials() -> dt.Stages:
+        torch.manual_seed(0)
+        model = Settable()
+        config, space, table, scale, array = model.config, model.space, model.inner.table, model.scale, model.array
+
+        def apply(settings: dict[str, Any]) -> None:
+            config.steps = space.n[0].steps = table["n"] = settings["n"]  # type: ignore[index]
+            scale.fill_(settings["n"])
+            array[:] = settings["n"]
+
+        step = dt.training_step(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+        return dt.Stages(step, data=data, evaluate=held_out, seed=0, apply=apply, name="numbers")
+
+    trials: list[Any] = [{"n": 1.0}, {"n": 3.0}, {"n": 2.0}]
+    found = new_trials()
+    values = found.run_all(trials, 3)
+    assert values == [dict(new_trials().run(0, trial, 3)) for trial in trials]
+    assert len({value[3] for value in values}) == 3
     found.reset()
     assert same(found.training.snapshot(), found._start)
 
