@@ -26,6 +26,7 @@ import torch
 
 from daceml_train.errors import Invalid
 from daceml_train.trials.attributes import of_modules
+from daceml_train.trials.encoding import NAMESPACES
 from daceml_train.trials.keys import digest
 from daceml_train.trials.values import digest_of
 
@@ -221,7 +222,7 @@ class _Hashed:
                 continue
             if isinstance(value, types.FunctionType | type):
                 value = sys.modules.get(value.__module__, value.__module__)
-            if isinstance(value, bool | int | float | str | torch.Tensor | np.ndarray | types.ModuleType):
+            if _is_plain(value) or isinstance(value, torch.Tensor | np.ndarray | types.ModuleType):
                 yield name
                 yield from self.texts(value)
 
@@ -250,11 +251,12 @@ class _Hashed:
         kind = type(value)
         if isinstance(value, torch.nn.Module):
             return self._of_modules(value)
-        if dataclasses.is_dataclass(value) or kind is types.SimpleNamespace:
+        if dataclasses.is_dataclass(value) or kind in NAMESPACES:
             names = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
             fields = {n: getattr(value, n) for n in names if hasattr(value, n)} | getattr(value, "__dict__", {})
             return self._all("fields", (kind, fields))
-        own = self.role in ("the model", "the loss", "the optimizer") and not _is_installed(kind.__module__)
+        held = self.role in ("the model", "the loss", "the optimizer")
+        own = held and (not _is_installed(kind.__module__) or _is_plain(getattr(value, "__dict__", value)))
         if hasattr(value, "__dict__") and (callable(value) or own):
             return self._all("object", (kind, dict(vars(value))))
         if hasattr(value, "__enter__") and _is_installed(kind.__module__):  # torch.no_grad() as a decorator
@@ -274,7 +276,9 @@ class _Hashed:
 
 
 def _references(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """The objects that a function and those within it find in their closures, and among its globals, by name."""
+    """The objects that a function and those within it find in their closures, and among its globals, by name; and the
+    function's own attributes.
+    """
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -285,6 +289,8 @@ def _references(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     for name in sorted(set(_globals(code))):
         if name in known and known[name] is not getattr(builtins, name, _MISSING):
             yield name, known[name]
+    for name, value in vars(function).items():
+        yield f".{name}", value
 
 
 _MISSING = object()
@@ -297,6 +303,19 @@ def _globals(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _globals(constant)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is numbers, texts, types of elements, and containers of them, as configurations are."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return type(value) in _PLAIN or isinstance(value, torch.dtype | torch.device) or _is_namespace(value)
+
+
+def _is_namespace(value: Any) -> bool:
+    return type(value) in NAMESPACES and _is_plain(vars(value))
 
 
 def _constant(value: Any) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
+import optparse
 import os
 import random
 import subprocess
@@ -120,6 +122,14 @@ def frozen(part: str) -> dt.Stages:
     return new(change=lambda step: getattr(step.model, part).requires_grad_(False))
 
 
+def with_attribute(scale: float) -> dt.Stages:
+    def own_data(step: int, settings: dict[str, Any]) -> Any:
+        return X * own_data.scale, Y  # type: ignore[attr-defined]
+
+    own_data.scale = scale  # type: ignore[attr-defined]
+    return new(data=own_data)
+
+
 def autocast(enabled: bool) -> dt.Stages:
     with torch.autocast("cpu", enabled=enabled):
         return new()
@@ -131,6 +141,9 @@ PAIRS: dict[str, tuple[Callable[..., dt.Stages], Any, Any]] = {
     "a function of the user's": (lambda f: held(act=f), lambda x: x + 1, lambda x: x + 2),
     "a data class": (lambda s: held(config=Config(s)), 1.0, 2.0),
     "an object": (lambda s: held(config=Holder(s)), 1.0, 2.0),
+    "a namespace": (lambda s: held(config=argparse.Namespace(scale=s)), 1.0, 2.0),
+    "an object of a library": (lambda s: held(config=optparse.Values({"sizes": [s]})), 1.0, 2.0),
+    "an attribute of a function": (with_attribute, 1.0, 2.0),
     "a private number": (lambda s: held(_scale=s), 1.0, 2.0),
     "an array": (lambda s: held(w=np.full(3, s)), 1.0, 2.0),
     "a range": (lambda n: held(r=range(n)), 2, 3),
@@ -159,12 +172,14 @@ def test_modules_of_the_user_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(tmp_path)
     found = []
     for factor in (1, 2):
-        (tmp_path / "own_batches.py").write_text(f"def batch(x):\n    return x * {factor}\n")
+        (tmp_path / "own_batches.py").write_text(f"OPTIONS = {{}}\ndef batch(x):\n    return x * {factor}\n")
         sys.modules.pop("own_batches", None)
         scope: dict[str, Any] = {}
         exec("import own_batches\ndef data(step, settings):\n    return own_batches.batch(step)", scope)
-        found.append(fingerprint(scope["data"], "data", None))
-    assert found[0] != found[1]
+        for noise in (0.1, 0.2):
+            scope["own_batches"].OPTIONS["noise"] = noise
+            found.append(fingerprint(scope["data"], "data", None))
+    assert len(set(found)) == 4
 
 
 @pytest.mark.parametrize("loaded", [False, True])
