@@ -25,7 +25,7 @@ def plain(value: Any, name: str) -> Value:
     """
     if isinstance(value, list | tuple):
         return tuple(plain(entry, name) for entry in value)
-    if not isinstance(value, bool | int | float | str | None) and callable(getattr(value, "item", None)):
+    if type(value) not in (bool, int, float, str, type(None)) and callable(getattr(value, "item", None)):
         if math.prod(getattr(value, "shape", ())) != 1:
             what = f"the setting {name!r} is {type(value).__name__} of shape {tuple(value.shape)}"
             raise Invalid(what, advice="a setting is a number, or a tuple of them: tuple(values.tolist())")

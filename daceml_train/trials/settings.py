@@ -10,6 +10,7 @@ import torch
 
 from daceml_train.errors import Invalid, nearest
 from daceml_train.trials.schedules import of
+from daceml_train.trials.values import PLAIN, same
 
 _OWN = frozenset({"params", "initial_lr"})
 _ONE = re.compile(r"(\w+)\[(\d+)\]")
@@ -26,6 +27,8 @@ class Applied:
     ) -> None:
         self.groups, self.function, self.of_data = optimizer.param_groups, apply, frozenset(data_settings)
         self.first = [{k: v for k, v in group.items() if k not in _OWN} for group in self.groups]
+        self._set: list[dict[str, Any]] = []
+        """The options of each group as `apply` left them."""
         self._further: tuple[str, ...] | None = None
         """The names that `apply` is given, which are the same in all trials."""
 
@@ -65,6 +68,15 @@ class Applied:
         further = {name: settings[name] for name in self._further_of(settings)}
         if further and self.function is not None:
             self.function(further)
+        self._set = [{k: v for k, v in group.items() if k not in _OWN} for group in self.groups]
+
+    def check_kept(self) -> None:
+        """Raise `Invalid` if steps have changed an option: it is set by settings, and no snapshot has another one."""
+        for group, before in zip(self.groups, self._set, strict=True):
+            for name in group.keys() - _OWN:
+                if name not in before or not _equal(group[name], before[name]):
+                    advice = "keep counts and sums in optimizer.state; rates are settings: dt.schedule"
+                    raise Invalid(f"a step changed {name!r} in a parameter group of the optimizer", advice=advice)
 
     def _further_of(self, settings: Iterable[str]) -> list[str]:
         return [name for name in settings if name not in self.of_data and not self._is_option(name)]
@@ -79,6 +91,10 @@ class Applied:
 def _like(before: Any, value: Any) -> Any:
     """The value as the option is kept: a tensor of the same type, or a number."""
     return torch.full_like(before, value) if isinstance(before, torch.Tensor) else value
+
+
+def _equal(value: Any, before: Any) -> bool:
+    return value is before or (isinstance(value, (*PLAIN, list, tuple, dict, torch.Tensor)) and same(value, before))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -180,7 +180,8 @@ class Stages:
     def load(self, settings: Trial, steps: int) -> None:
         """Bring the model, the optimizer and the generators to a point, and leave them there."""
         check_numbers(steps=steps)
-        path = self.path(settings, int(steps))
+        steps = int(steps)
+        path = self.path(settings, steps)
         with self.session(keep_generators=False):
             self._advance(path, steps, (steps,), -1)
             self._go(path, steps, -1)
@@ -381,6 +382,7 @@ class Stages:
                 arguments = self.data(step, dict(settings))
                 self.step(*arguments) if isinstance(arguments, tuple | list) else self.step(arguments)
             self.training.attributes.check()
+            self.applied.check_kept()
 
     def _go(self, path: Path, step: int, number: int) -> None:
         """Bring training to a point that has a checkpoint; one that cannot be read is trained."""

@@ -70,11 +70,29 @@ def test_arguments(call: Any, message: str) -> None:
         call(stages())
 
 
-def test_numbers_of_numpy_and_a_single_name_are_taken() -> None:
-    own = stages(data_settings="batch", seed=0)
+def test_numbers_of_numpy_and_a_single_name_are_taken(tmp_path: Path) -> None:
+    own = stages(tmp_path, data_settings="batch", seed=0)
     assert [step for step, _ in own.run(np.int64(0), {"lr": np.float64(0.1), "batch": 8}, np.array([1, 2]))] == [1, 2]
     assert [*dict(own.run(1, {"lr": 0.1, "batch": 8}, np.int64(2)))] == [2]
-    assert own.report().steps == 2
+    own.load({"lr": 0.1, "batch": 8}, np.int64(3))  # type: ignore[arg-type]
+    assert own.report().steps == 3
+    assert own.path({"lr": np.float64(0.1), "batch": np.str_("a")}, 1).segments[0].settings == (
+        ("batch", "a"),
+        ("lr", 0.1),
+    )
+    assert type(own.path({"batch": np.str_("a")}, 1).segments[0].settings[0][1]) is str
+
+
+def test_an_optimizer_that_keeps_a_count_among_its_options() -> None:
+    class Slowing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step()
+            self.param_groups[0]["steps"] = self.param_groups[0].get("steps", 0) + 1
+
+    own = stages(optimizer=lambda model: Slowing(model.parameters(), lr=0.1))
+    with pytest.raises(dt.Invalid, match="a step changed 'steps' in a parameter group of the optimizer") as error:
+        dict(own.run(3, {"lr": 0.1}, 2))
+    assert note(error).startswith("daceml_train: in step 1 of trial 3")
 
 
 def ending(step: int, settings: dict[str, Any]) -> Any:
