@@ -87,6 +87,8 @@ def check_wrapper(wrapper: DistributedDataParallel | FullySharded | None) -> Non
     if isinstance(wrapper, FullySharded):
         if not wrapper.owned():
             raise Invalid("a module in fully_shard has other parameters", advice="make another training_step")
+        if wrapper.hooked():
+            raise Invalid("a module in fully_shard has a new hook", advice="make another training_step, which calls it")
         return
     if wrapper is not None and not wrapper.require_backward_grad_sync:
         raise Invalid("no_sync() around a training step, which updates at every call", advice="use micro_batches=")

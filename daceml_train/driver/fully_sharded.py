@@ -80,7 +80,9 @@ class FullySharded:
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """The attributes of each module are those of its twin, before a step and after it."""
+        """The attributes of each module are those of its twin, before a step and after it, and so is what trains."""
+        for whole in self._whole.values():
+            whole.requires_grad_(self.parameters[id(whole)].requires_grad)
         for module, twin in self._pairs.values():
             _follow(twin.__dict__, module.__dict__)
         yield
@@ -99,6 +101,10 @@ class FullySharded:
                 if isinstance(module, FSDPModule):
                     module.reshard()
         return self._divided()
+
+    def hooked(self) -> bool:
+        """Whether a module has a hook of the user's, which its twin does not call."""
+        return any(_users_hooks(module) for module, _ in self._pairs.values())
 
     def _divided(self) -> bool:
         every = {id(p) for module, _ in self._pairs.values() for p in module._parameters.values() if p is not None}
@@ -126,8 +132,7 @@ def fully_sharded(model: nn.Module) -> FullySharded | None:
         return None
     for module in model.modules():
         state = _get_module_fsdp_state(module)
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(not isinstance(getattr(hook, "__self__", None), FSDPState) for hook in hooks):
+        if _users_hooks(module):
             return None
         for group in state._fsdp_param_groups if state is not None else ():
             policy = group.mp_policy
@@ -135,6 +140,11 @@ def fully_sharded(model: nn.Module) -> FullySharded | None:
             if any(types) or isinstance(group.offload_policy, CPUOffloadPolicy):
                 return None
     return FullySharded(model, mesh.get_group())
+
+
+def _users_hooks(module: nn.Module) -> bool:
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not isinstance(getattr(hook, "__self__", None), FSDPState) for hook in hooks)
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -142,6 +142,16 @@ def evaluated(rank: int) -> tuple[list[Tensor], list[Tensor]]:
     model.norm.eval()  # no statistics are gathered any more
     step(x, y)
     assert torch.equal(before, model.norm.running_mean) and step.breaks == []
+    for trains in (False, True):  # a parameter that is frozen between steps, and trains again
+        model.mix.weight.requires_grad_(trains)
+        weight = whole(model.state_dict())["mix.weight"]
+        step(x, y)
+        assert torch.equal(weight, whole(model.state_dict())["mix.weight"]) is not trains and step.breaks == []
+    hook = model.mix.register_forward_hook(lambda module, inputs, output: output * 2)
+    with pytest.raises(dt.Invalid, match="a module in fully_shard has a new hook"):
+        step(x, y)
+    hook.remove()
+    step(x, y)
     eager = sharded(normalized=True)
     updates, expected = OPTIMIZERS["adamw"](eager.parameters()), []
     for _ in range(3):
