@@ -67,6 +67,7 @@ class ShardedEmbedding(nn.Module):
         own = embedding.weight.detach()[start : start + found.weight.shape[0]]
         with torch.no_grad():
             found.weight.zero_()[: len(own)] = own
+        found.weight.requires_grad_(embedding.weight.requires_grad)
         return found
 
     def forward(self, indices: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Processes of `torch.distributed` for tests: two that stay, and run one function after the other."""
+"""Processes of `torch.distributed` for tests: two that stay, and run one function after the other.
+
+They are forked from one process that has imported what they need, which takes longer than most tests.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,15 @@ PATIENCE = 150
 """Seconds after which a collective without its partners, and a process without an answer, is an error."""
 
 
+IMPORTED = [
+    "daceml_train.driver",
+    "daceml_train.reporting",
+    "torch._functorch.aot_autograd",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+]
+"""What processes have when they begin."""
+
 GONE = "gone"
 """The answer of a rank whose process has ended."""
 
@@ -26,7 +38,8 @@ class Ranks:
     """`world` processes in one group of gloo. Functions are found by name, so they stand at the top of a module."""
 
     def __init__(self, folder: Path, world: int = 2, patience: int = PATIENCE) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
