@@ -38,8 +38,12 @@ def check_progress(progress: Any) -> None:
         raise Invalid(f"progress is a function of (stages done, stages in all), given {progress!r}")
 
 
-def check_options(seed: Any, name: Any, also: Any, storage: Any) -> None:
-    """Raise `Invalid` for an option of another type."""
+def check_options(step: Any, seed: Any, name: Any, also: Any, storage: Any, stacked: int) -> None:
+    """Raise `Invalid` for an option of another type, and for one that a step on several ranks does not go with."""
+    if step.ranks is not None and (storage is not None or stacked != 1):
+        what = "a storage" if storage is not None else "stacked="
+        why = "a rank that finds a point there, or measures other times, leaves the others waiting"
+        raise Invalid(f"a search on a step that several ranks train together has no {what}: {why}")
     if seed is not None and not is_count(seed, None):
         raise Invalid(f"seed is a whole number, given {seed!r}")
     if name is not None and not isinstance(name, str):

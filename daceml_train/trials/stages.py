@@ -99,7 +99,7 @@ class Stages:
     ) -> None:
         check_functions(step, data, evaluate, apply)
         check_numbers(memory=memory, spacing=spacing, stacked=stacked)
-        check_options(seed, name, also, storage)
+        check_options(step, seed, name, also, storage, stacked)
         save_at, data_settings = as_steps(save_at), as_names(data_settings)
         self.step, self.data, self.evaluate, self.spacing = step, data, evaluate, spacing
         self.options: dict[str, Any] = {"data": data, "evaluate": evaluate, "storage": storage, "apply": apply}

@@ -45,6 +45,14 @@ def test_options(options: dict[str, Any], message: str) -> None:
         stages(**options)
 
 
+def test_ranks_that_would_wait_for_each_other() -> None:
+    step = new_step()
+    step.ranks = object()  # type: ignore[assignment]
+    for options, what in (({"storage": "points"}, "a storage"), ({"stacked": 2}, "stacked=")):
+        with pytest.raises(dt.Invalid, match=f"several ranks train together has no {what}: a rank that finds a point"):
+            dt.Stages(step, data=data, **options)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
