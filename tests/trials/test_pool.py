@@ -11,10 +11,19 @@ import torch
 
 import daceml_train as dt
 from daceml_train.trials.pool import TrialFailed, _Pool, run_trials
+from tests.driver.ranks import IMPORTED
 from tests.trials.net import TRIALS, always_killing, drops, killing, raising, stages, stored
 from tests.trials.test_stages import equal_to_alone
 
 pytestmark = [pytest.mark.compiled, pytest.mark.slow]
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a pool are forked from one that has imported what they need: a second instead of ten for each."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    monkeypatch.setattr("daceml_train.trials.pool.multiprocessing.get_context", lambda method: context)
 
 
 def test_processes_train_each_stage_once(tmp_path: Path) -> None:
@@ -40,17 +49,19 @@ def test_progress_does_not_go_backwards() -> None:
     assert heard == [(1, 4), (3, 4), (3, 4)]
 
 
-def test_killed_processes_lose_their_stage_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("forked")
+def test_killed_processes_lose_their_stage_alone(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
-    monkeypatch.setenv("KILLS", str(marks))
-    values = run_trials(functools.partial(stored, tmp_path, killing), TRIALS[:4], (6, 12), workers=2)
+    mortal = functools.partial(killing, marks)
+    values = run_trials(functools.partial(stored, tmp_path, mortal), TRIALS[:4], (6, 12), workers=2)
     assert len(list(marks.iterdir())) == 3
-    found = stored(tmp_path, killing)
+    found = stored(tmp_path, mortal)
     equal_to_alone(found, TRIALS[:4], values, name="numbers")
     assert found.report().steps == 6 + 2 * 3 + 4 * 3
 
 
+@pytest.mark.usefixtures("forked")
 def test_two_searches_at_once_on_one_storage(tmp_path: Path) -> None:
     """Two programs, each with processes of its own, search overlapping trials: no stage is trained twice."""
     searches = {"first": TRIALS[:6], "second": TRIALS[2:]}
@@ -85,6 +96,7 @@ def test_damaged_ends_and_values_name_their_trials(tmp_path: Path) -> None:
     equal_to_alone(other, TRIALS[:3], values, name="numbers")
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_stage_that_kills_its_process_names_its_trial(tmp_path: Path) -> None:
     with pytest.raises(
         TrialFailed, match="trial 0, steps 0 to 3: its process ended 2 times, the last time by signal 9"
@@ -92,6 +104,7 @@ def test_a_stage_that_kills_its_process_names_its_trial(tmp_path: Path) -> None:
         run_trials(functools.partial(stored, tmp_path, always_killing), TRIALS[:1], 3, workers=1, restarts=1)
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_error_names_its_trial(tmp_path: Path) -> None:
     with pytest.raises(
         TrialFailed, match=r"(?s)trial 1, steps 6 to 9 .*no such file.*in step 7 of trial 1, with lr=0.01"
@@ -104,6 +117,7 @@ def test_an_error_names_its_trial(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_pool_needs_a_storage() -> None:
     with pytest.raises(TrialFailed, match="needs a storage"):
         run_trials(functools.partial(stages, None), TRIALS[:1], 3, workers=1)
