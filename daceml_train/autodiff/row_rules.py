@@ -8,6 +8,7 @@ number does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -139,9 +140,11 @@ def _of_fixed(a: Applied) -> list[Kind]:
 def _ratio(part: Any, whole: Any) -> Fraction | None:
     if part == whole or (part != part and whole != whole):
         return ONE
-    if isinstance(part, bool) or not part or part != part or whole != whole:
+    if isinstance(part, bool) or not part or not math.isfinite(part) or not math.isfinite(whole):
         return None
-    return Fraction(whole).limit_denominator(1 << 40) / Fraction(part).limit_denominator(1 << 40)
+    exact = Fraction(whole) / Fraction(part)
+    simple = exact.limit_denominator(1 << 20)  # 1/24 over 1/8 is a third, whatever was rounded
+    return simple if abs(simple - exact) <= abs(exact) / (1 << 50) else exact
 
 
 def _factor(op: Operator, factors: Sequence[Fraction | None]) -> Fraction | None:
