@@ -111,7 +111,11 @@ class Exponential(Schedule):
     every: int
 
     def at(self, step: int) -> Value:
-        value: float = self.start * self.gamma ** (step // self.every)
+        try:
+            growth = self.gamma ** (step // self.every)
+        except OverflowError:  # a scheduler of PyTorch, which multiplies step by step, arrives at infinity
+            growth = math.inf
+        value: float = self.start * growth if self.start else self.start
         return value
 
     def changes(self, start: int, end: int) -> Iterator[int]:

@@ -36,6 +36,10 @@ def test_values_and_changes(name: str) -> None:
     assert hash(schedule) == hash(SCHEDULES[name][0])
 
 
+def test_exponentials_end_at_infinity_as_those_of_pytorch() -> None:
+    assert [S.exponential(start, 1.5).at(2000) for start in (1e-7, -1.0, 0.0)] == [math.inf, -math.inf, 0.0]
+
+
 def test_segments_are_maximal_and_equal_values_are_one_path() -> None:
     path = Path("root", {"lr": S.steps(0.1, {3: 0.5, 5: 1.0})}, 8)
     assert [(s.start, s.end) for s in path.segments] == [(0, 3), (3, 8)]

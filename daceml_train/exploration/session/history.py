@@ -100,7 +100,11 @@ class History:
         """
         if module_path is not None and not isinstance(module_path, str):
             raise Invalid(f"module_path is the path of a module as a text, given {module_path!r}")
-        if selection is not None and (isinstance(selection, str) or not isinstance(selection, Collection)):
+        if selection is not None and (
+            isinstance(selection, str)
+            or not isinstance(selection, Collection)
+            or not all(isinstance(name, str) for name in selection)
+        ):
             raise Invalid(f"selection is a collection of names of arrays, given {selection!r}", advice="pass a list")
         if pass_ is not None:
             passes = [self._pass(pass_)]
@@ -145,7 +149,10 @@ class History:
 
     def _shown(self, given: Any) -> Pass:
         """The pass to name where a preview fails before it is known."""
-        return given if isinstance(given, Pass) else AtPlace()
+        try:
+            return self._pass(given)  # its options may be what fails
+        except Exception:
+            return AtPlace()
 
     # ---- changes ------------------------------------------------------------------------------------------------
     @alone

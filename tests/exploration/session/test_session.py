@@ -78,6 +78,7 @@ def test_matches_are_filtered() -> None:
         ({"module_path": 1}, "module_path is the path of a module as a text, given 1"),
         ({"selection": array}, "selection is a collection of names of arrays, given"),
         ({"selection": 3}, "selection is a collection of names of arrays, given 3"),
+        ({"selection": [[1]]}, "selection is a collection of names of arrays, given"),
     ):
         with pytest.raises(dt.Invalid, match=message):
             result.matches(**options)
@@ -102,6 +103,7 @@ def test_options_can_be_edited_before_applying() -> None:
     match = result.matches(pass_="fuse_elementwise")[0]
     assert "limit" in (result.preview(match, limit=1).reason or "") or result.preview(match, limit=1).reason
     assert "did you mean 'limit'" in (result.preview(match, limits=1).reason or "")
+    assert "fuse_elementwise" in str(result.preview("fuse_elementwise", limit="8"))
     step = result.apply(match, limit=2)
     assert step.transformation == FuseElementwise(limit=2)
 
