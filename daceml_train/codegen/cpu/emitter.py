@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,7 @@ _CONFLICT = {
 }
 
 
+@functools.lru_cache(maxsize=1024)
 def sym(name: str) -> Any:
     """The integer symbol with that name."""
     return dace.symbol(name, dace.int64)
