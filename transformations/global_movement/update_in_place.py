@@ -59,6 +59,8 @@ class UpdateInPlace(Pass):
                     continue
                 if name in needed and small(graph.tensors[name]):
                     continue  # a batch that is refused leaves it as it was
+                if kernel is not None and position in dict(kernel.updates):
+                    continue  # it is stored over another operand already
                 if rows and node.inputs[0] != target:
                     continue  # it adds to its table, to no other operand
                 once = [base[i] for i in node.inputs].count(target) == 1
@@ -77,7 +79,7 @@ class UpdateInPlace(Pass):
             index: {p: set(readers[graph.nodes[index].inputs[p[1]]]) - {index} for p in pairs}
             for index, (_, pairs) in kernels.items()
         }
-        order, dropped = ordered(graph, results, wanted, before)
+        order, dropped = ordered(graph, results, wanted, before, overwritten(graph, base, readers))
         nodes = list(graph.nodes)
         for index, (kernel, pairs) in kernels.items():
             node, kept = nodes[index], [p for p in pairs if (index, p) not in dropped]
@@ -95,13 +97,17 @@ def ordered(
     results: Mapping[str, int],
     wanted: Sequence[float],
     before: Mapping[int, Mapping[tuple[int, int], set[int]]],
+    already: Mapping[int, set[int]],
 ) -> tuple[list[int], set[tuple[int, tuple[int, int]]]]:
-    """Nodes after their operands, and after those that read what they store over (`before`), by `wanted` otherwise.
+    """Nodes after their operands, and after those that read what they store over, by `wanted` otherwise.
 
-    Two kernels may each read what the other one stores over. Then the one that comes first cannot store there: such
+    `before`: those readers, for each pair of a result and an argument that this pass adds. `already`: the readers of what
+    nodes store over that other passes made so. Two kernels may each read what the other one stores over. Then the one that comes first cannot store there: such
     pairs are returned, too.
     """
     operands = [{results[i] for i in node.inputs if i in results} for node in graph.nodes]
+    for index, found in already.items():
+        operands[index] |= found
     waits = [set(found) for found in operands]
     for index, pairs in before.items():
         waits[index].update(*pairs.values())
@@ -133,6 +139,15 @@ def ordered(
     return order, dropped
 
 
+def overwritten(graph: Graph, base: Mapping[str, str], readers: Mapping[str, Sequence[int]]) -> dict[int, set[int]]:
+    """Node that stores over operands -> the other readers of these operands, all of which come before it."""
+    return {
+        index: {r for _, argument in node.op.updates for r in readers[base[node.inputs[argument]]]} - {index}
+        for index, node in enumerate(graph.nodes)
+        if node.op.updates
+    }
+
+
 def _only_scalars(graph: Graph, node: Node) -> bool:
     """Whether a node has no larger arrays; otherwise, another thread may still read the old value."""
     return not any(graph.tensors[name].rank for name in (*node.inputs, *node.outputs))
@@ -146,11 +161,11 @@ def storable(
     Planning kernels is what this pass spends its time on, and nearly every update can be stored in full: all pairs
     are tried at once before one by one.
     """
-    if not pairs or can_store(graph, blocks, node, kernel, tuple(pairs)):
+    if not pairs or can_store(graph, blocks, node, kernel, (*kernel.updates, *pairs)):
         return pairs
     kept: list[tuple[int, int]] = []
     for pair in pairs:
-        if can_store(graph, blocks, node, kernel, (*kept, pair)):
+        if can_store(graph, blocks, node, kernel, (*kernel.updates, *kept, pair)):
             kept.append(pair)
     return kept
 
@@ -200,4 +215,4 @@ def over(op: Operator, pairs: tuple[tuple[int, int], ...]) -> Operator:
     if isinstance(op, AddRows):
         return replace(op, in_place=True)
     assert isinstance(op, Kernel)
-    return replace(op, updates=pairs)
+    return replace(op, updates=(*op.updates, *pairs))

@@ -13,6 +13,7 @@ from daceml_train.transformations.fusion.producer_consumer import FuseElementwis
 from daceml_train.transformations.fusion.siblings import FuseSiblings
 from daceml_train.transformations.global_movement import update_in_place
 from daceml_train.transformations.global_movement.remat_costs import finished, remat_costs_of
+from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands
 from daceml_train.transformations.global_movement.scalar_updates import MOST, with_scalar_updates
 from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 from tests.transformations.checking import check_same, program
@@ -66,6 +67,25 @@ def test_columns() -> None:
     """
     graph = updated("g: f32[50, 40], x: f32[50, 40], w: f32[40], b: f32[40]", body, "%y")
     assert in_place(graph) == {"w", "b"} and launches(graph)[1] == 0
+
+
+def test_what_overwrites_an_operand_already_stays_after_its_readers() -> None:
+    """The update waits until its parameter is read, and so does what overwrites the update's other operand."""
+    body = """
+    %h = mul(%x, %x)
+    %n = add(%p, %h)
+    %y = neg(%h)
+    %z = sin(%y)
+    %r = mul(%p, %p)
+    write p <- %n
+    """
+    graph = program("x: f32[50, 40], p: f32[50, 40]", body, "%z, %r")
+    after = ReuseOperands(min_bytes=0).run(graph)
+    assert in_place(after) == {"h"}
+    after = UpdateInPlace().run(after)
+    verify(after)
+    check_same(graph, after, exact=False)
+    assert in_place(after) == {"h", "p"}
 
 
 def test_rows_are_copied() -> None:
