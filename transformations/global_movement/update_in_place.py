@@ -101,8 +101,10 @@ def ordered(
 ) -> tuple[list[int], set[tuple[int, tuple[int, int]]]]:
     """Nodes after their operands, and after those that read what they store over, by `wanted` otherwise.
 
-    `before`: those readers, for each pair of a result and an argument that this pass adds. `already`: the readers of what
-    nodes store over that other passes made so. Two kernels may each read what the other one stores over. Then the one that comes first cannot store there: such
+    `before` has those readers for each pair of a result and an argument that this pass adds, `already` for what nodes
+    store over that another pass made so.
+
+    Two kernels may each read what the other one stores over. Then the one that comes first cannot store there: such
     pairs are returned, too.
     """
     operands = [{results[i] for i in node.inputs if i in results} for node in graph.nodes]
