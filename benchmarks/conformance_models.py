@@ -1,13 +1,15 @@
 """Whole models through the compiler: loss, gradients and buffers over three optimizer steps against eager execution.
 
-    python -m benchmarks.conformance_models [NAME ...] [--update] [--all] [--list] [--timeout 600] [--json FILE]
+    python -m benchmarks.conformance_models [NAME ...] [--update] [--all] [--fresh] [--list] [--timeout 600]
+                                           [--json FILE]
 
 Each model trains in a process of its own: eagerly, through `optimize`, through `training_step`, and through `optimize`
 with `dynamic=True`, returning its loss and results that nobody uses. The last step is on a batch of another size.
 Dropout is off in all of them. What may differ is said in `benchmarks.models.training`. Without names: the models that
 the project promises (`--all`: every one there is), and the results go to `benchmarks/results/` and into
-`docs/results/models.md`. Exits with 1 if a model is wrong, raises or takes too long, or if less than 95 % of its
-operators run inside graphs although its control flow does not depend on data.
+`docs/results/models.md` as they come. A run that is started again skips the models that were right on this commit, but
+for `--fresh`. Exits with 1 if a model is wrong, raises or takes too long, or if less than 95 % of its operators run
+inside graphs although its control flow does not depend on data.
 """
 
 from __future__ import annotations
@@ -141,6 +143,13 @@ def stored() -> list[Outcome]:
     return [Outcome(**row) for row in json.loads(RESULTS.read_text())] if RESULTS.exists() else []
 
 
+def _right_on(revision: str) -> dict[str, Outcome]:
+    """The models that were right on a commit; none on one with changes of its own."""
+    if not revision or revision.endswith("-dirty"):
+        return {}
+    return {row.name: row for row in stored() if row.commit == revision and not failed(row)}
+
+
 def write(found: Iterable[Outcome]) -> None:
     """Write results and page, in the order of the tables."""
     from benchmarks.models.table import MODELS
@@ -151,7 +160,7 @@ def write(found: Iterable[Outcome]) -> None:
     write_page(rows)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; 1 if the promise is broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="models, or beginnings of their names")
@@ -159,11 +168,12 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the names")
     parser.add_argument("--timeout", type=float, default=600, help="seconds per model")
     parser.add_argument("--cache", type=Path, help="a folder to keep; without it each model compiles everything")
+    parser.add_argument("--fresh", action="store_true", help="also run the models that were right on this commit")
     parser.add_argument("--json", type=Path, help="a file for the outcomes, written after each model")
     replaced = "named models replace their rows in the results and the page"
     parser.add_argument("--update", action="store_true", help=replaced)
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.one:
         return one(options.one, options.cache, options.json)
     from benchmarks.models.table import MODELS, PROMISED
@@ -181,19 +191,22 @@ def main() -> int:
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=len(chosen))
+        earlier = {} if options.names or options.fresh else _right_on(commit())
         for name in chosen:
             progress.update(task, description=name)
-            result = dataclasses.replace(isolated(name, options.cache, options.timeout), commit=commit())
+            result = earlier.get(name)
+            if result is None:
+                result = dataclasses.replace(isolated(name, options.cache, options.timeout), commit=commit())
             found.append(result)
+            if options.update or not options.names:  # a run that is interrupted keeps what it found
+                write({outcome.name: outcome for outcome in (*stored(), *found)}.values())
             if failed(result):
                 progress.console.print(f"{name}: {result.kind}, {result.detail}", markup=False, highlight=False)
             progress.advance(task)
             if options.json:
                 options.json.write_text(_text(found))
     console.print(summary(found))
-    if options.update:
-        write({outcome.name: outcome for outcome in (*stored(), *found)}.values())
-    elif not options.names:
+    if not options.names:
         write(found)
     return int(any(map(failed, found)))
 

@@ -110,6 +110,29 @@ def test_a_model_that_takes_too_long_or_crashes_is_an_outcome(tmp_path: Path) ->
     assert unknown.kind == "raised" and "KeyError" in unknown.detail
 
 
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def isolated(name: str, *_: Any) -> Outcome:
+        ran.append(name)
+        if len(ran) == 4:
+            raise KeyboardInterrupt
+        return Outcome(name, "wrong" if len(ran) == 2 else "right", share=1.0)
+
+    for name, replacement in (("RESULTS", tmp_path / "r.json"), ("isolated", isolated), ("commit", lambda: "c0ffee")):
+        monkeypatch.setattr(conformance_models, name, replacement)
+    monkeypatch.setattr(conformance_models, "write_page", lambda found: None)
+    with pytest.raises(KeyboardInterrupt):
+        conformance_models.main([])
+    names = [row.name for row in PROMISED]
+    assert ran == names[:4] and [row.name for row in conformance_models.stored()] == names[:3]
+    assert conformance_models.main([]) == 0
+    assert ran[4:] == [names[1], *names[3:]]
+    monkeypatch.setattr(conformance_models, "commit", lambda: "c0ffee-dirty")
+    assert conformance_models.main([]) == 0
+    assert ran[-len(names) :] == names
+
+
 def test_the_page_names_what_fails(tmp_path: Path) -> None:
     found = [Outcome("a", "right", share=1.0), Outcome("b", "right", share=0.5, breaks=["a reason"])]
     path = tmp_path / "page.md"
