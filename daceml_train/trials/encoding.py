@@ -170,11 +170,12 @@ def _fields(value: Any, inner: Inner) -> dict[str, Any] | None:
         return None
     if (named := _name(kind)) is None:
         return None
-    fields = {name: inner(entry, f".{name}") for name, entry in _own_fields(value).items()}
+    fields = {name: inner(entry, f".{name}") for name, entry in own_fields(value).items()}
     return _of("fields", type=named, fields=fields)
 
 
-def _own_fields(value: Any) -> dict[str, Any]:
+def own_fields(value: Any) -> dict[str, Any]:
+    """The fields of a named tuple, dataclass, or namespace by name."""
     if _is_named_tuple(value):
         return dict(value._asdict())
     slots = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
@@ -384,15 +385,15 @@ def _parts(value: Any, described: Any) -> Iterator[tuple[Any, Any]]:
         yield from zip(value, described, strict=False)
     elif isinstance(described, dict):
         fields = described.get("fields", {}) if KIND in described else described
-        own = value if type(value) is dict else _own_fields(value)
+        own = value if type(value) is dict else own_fields(value)
         yield from ((own[name], entry) for name, entry in fields.items() if name in own)
 
 
 def _set_fields(value: Any, fields: Mapping[str, Any]) -> None:
-    for name in _own_fields(value).keys() - fields:
+    for name in own_fields(value).keys() - fields:
         object.__delattr__(value, name)
     for name, entry in fields.items():
         object.__setattr__(value, name, entry)
 
 
-__all__ = ["KIND", "OPAQUE", "Decoder", "Encoder", "Objects"]
+__all__ = ["KIND", "NAMESPACES", "OPAQUE", "Decoder", "Encoder", "Objects", "own_fields"]

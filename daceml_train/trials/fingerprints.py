@@ -26,7 +26,7 @@ import torch
 
 from daceml_train.errors import Invalid
 from daceml_train.trials.attributes import of_modules
-from daceml_train.trials.encoding import NAMESPACES
+from daceml_train.trials.encoding import NAMESPACES, own_fields
 from daceml_train.trials.keys import digest
 from daceml_train.trials.values import digest_of
 
@@ -252,9 +252,7 @@ class _Hashed:
         if isinstance(value, torch.nn.Module):
             return self._of_modules(value)
         if dataclasses.is_dataclass(value) or kind in NAMESPACES:
-            names = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
-            fields = {n: getattr(value, n) for n in names if hasattr(value, n)} | getattr(value, "__dict__", {})
-            return self._all("fields", (kind, fields))
+            return self._all("fields", (kind, own_fields(value)))
         held = self.role in ("the model", "the loss", "the optimizer")
         own = held and (not _is_installed(kind.__module__) or _is_plain(getattr(value, "__dict__", value)))
         if hasattr(value, "__dict__") and (callable(value) or own):
@@ -305,17 +303,19 @@ def _globals(code: types.CodeType) -> Iterator[str]:
             yield from _globals(constant)
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a value is numbers, texts, types of elements, and containers of them, as configurations are."""
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    return type(value) in _PLAIN or isinstance(value, torch.dtype | torch.device) or _is_namespace(value)
+def _is_plain(value: Any, around: frozenset[int] = frozenset()) -> bool:
+    """Whether a value is numbers, texts, types of elements, and containers of them, as configurations are.
 
-
-def _is_namespace(value: Any) -> bool:
-    return type(value) in NAMESPACES and _is_plain(vars(value))
+    `around` are the identities of the containers around it, one of which it may hold again.
+    """
+    if type(value) in _PLAIN or isinstance(value, torch.dtype | torch.device) or id(value) in around:
+        return True
+    inside = around | {id(value)}
+    if type(value) in NAMESPACES:
+        value = vars(value)
+    if not isinstance(value, list | tuple | set | frozenset | dict):
+        return False
+    return all(_is_plain(part, inside) for part in (*value, *(value.values() if isinstance(value, dict) else ())))
 
 
 def _constant(value: Any) -> str:

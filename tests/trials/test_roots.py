@@ -172,7 +172,8 @@ def test_modules_of_the_user_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(tmp_path)
     found = []
     for factor in (1, 2):
-        (tmp_path / "own_batches.py").write_text(f"OPTIONS = {{}}\ndef batch(x):\n    return x * {factor}\n")
+        own = "from argparse import Namespace\nOPTIONS = {}\nOPTIONS['again'] = SPACE = Namespace(options=OPTIONS)\n"
+        (tmp_path / "own_batches.py").write_text(f"{own}SPACE.space = SPACE\ndef batch(x):\n    return x * {factor}\n")
         sys.modules.pop("own_batches", None)
         scope: dict[str, Any] = {}
         exec("import own_batches\ndef data(step, settings):\n    return own_batches.batch(step)", scope)

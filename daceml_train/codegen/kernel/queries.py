@@ -1,7 +1,7 @@
 """DaCe's queries about an SDFG that no longer changes, each computed once.
 
 While DaCe generates code, it asks again and again which symbols and arrays an SDFG and its parts use. Each answer walks
-the whole SDFG, and together they were two fifths of the time that the text of a kernel takes.
+the whole SDFG.
 """
 
 from __future__ import annotations

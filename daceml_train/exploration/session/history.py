@@ -139,20 +139,15 @@ class History:
         try:
             if isinstance(match, Pipeline):
                 raise Invalid("a preview is of a match or a pass, given a pipeline", advice="apply it, and undo it")
+            if transformation is None:  # options may be what fails
+                transformation = self._pass(match)
             target = self._target(match, options)
             transformation = target.transformation if isinstance(target, Match) else target
             after = self._after(target, transformation.level)
         except Exception as error:
-            shown = transformation if transformation is not None else self._shown(match)
+            shown = transformation if transformation is not None else AtPlace()
             return Preview(place, shown, self.state, None, message_of(error))
         return Preview(target if isinstance(target, Match) else None, transformation, self.state, after)
-
-    def _shown(self, given: Any) -> Pass:
-        """The pass to name where a preview fails before it is known."""
-        try:
-            return self._pass(given)  # its options may be what fails
-        except Exception:
-            return AtPlace()
 
     # ---- changes ------------------------------------------------------------------------------------------------
     @alone

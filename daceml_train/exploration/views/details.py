@@ -21,7 +21,7 @@ from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.operator import Origin
 from daceml_train.reporting.numbers import number
 
-_PYTORCH = str(Path(torch.__file__).parent)
+_PYTORCH = Path(torch.__file__).parent
 AROUND = 3
 """Source lines shown before and after the box's own."""
 ROWS = 40
@@ -44,7 +44,7 @@ class Sources:
     def _add(self, kind: type) -> None:
         for function in (vars(kind).get("forward"), vars(kind).get("__init__"), vars(kind).get("__call__")):
             code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-            if code is not None and not code.co_filename.startswith(_PYTORCH):
+            if code is not None and not Path(code.co_filename).is_relative_to(_PYTORCH):
                 name = Path(code.co_filename).name
                 if self.files.setdefault(name, code.co_filename) != code.co_filename:
                     self.files[name] = ""

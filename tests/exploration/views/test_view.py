@@ -239,6 +239,10 @@ def test_a_source_line_is_of_the_only_file_with_its_name(tmp_path: Path) -> None
     told = Sources(nn.Sequential(nn.Linear(2, 2), one)).lines("linear.py:3")
     assert told is not None and told["lines"][-1].endswith("# one")
     assert Sources(nn.Sequential(one, model("two"))).lines("linear.py:3") is None
+    vision = compile("def forward(self, x):\n    return x\n", f"{Path(torch.__file__).parent}vision/vgg.py", "exec")
+    names: dict[str, Any] = {}
+    exec(vision, names)
+    assert "vgg.py" in Sources(type("Vision", (nn.Module,), {"forward": names["forward"]})()).files  # beside PyTorch
 
 
 class Branches(nn.Module):
