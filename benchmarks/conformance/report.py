@@ -32,9 +32,12 @@ def read(paths: Iterable[Path]) -> list[Row]:
 
 def write(path: Path, rows: Sequence[Row]) -> None:
     """One row per line, in the order of the stages and then of names."""
+    path.write_text("".join(text(row) + "\n" for row in _in_order(rows)))
+
+
+def _in_order(rows: Iterable[Row]) -> list[Row]:
     order = [stage.name for stage in STAGES]
-    lines = sorted(rows, key=lambda r: (order.index(r.stage), r.entry))
-    path.write_text("".join(text(row) + "\n" for row in lines))
+    return sorted(rows, key=lambda row: (order.index(row.stage), row.entry))
 
 
 def text(row: Row) -> str:
@@ -87,7 +90,8 @@ of the samples that were compared."""
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The page of the documents."""
+    """The page of the documents, the same whatever the order of the rows."""
+    rows = _in_order(rows)
     lines = [
         _INTRODUCTION,
         "| stage | entries | samples | " + " | ".join(KINDS) + " | in a graph |",
@@ -107,11 +111,16 @@ def page(rows: Sequence[Row]) -> str:
     calls: collections.Counter[str] = collections.Counter()
     for row in rows:
         calls.update(row.fallbacks if row.stage == "captured" else {})
-    lines += [", ".join(f"`{_short(name)}` {count}" for name, count in calls.most_common()) + "."]
+    lines += [", ".join(f"`{_short(name)}` {count}" for name, count in _by_number(calls)) + "."]
     lines += ["", "Left out by declaration: " + ", ".join(f"`{name}`" for name in sorted(LEFT_OUT)) + "."]
     if failures := [(row, message) for row in rows for message in row.failures]:
         lines += ["", "## Failures", ""] + [f"- {row.stage}: `{row.entry}` {message}" for row, message in failures]
     return "\n".join(lines) + "\n"
+
+
+def _by_number(counts: collections.Counter[str]) -> list[tuple[str, int]]:
+    """The most frequent first, equally frequent ones by name."""
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def _short(name: str) -> str:
@@ -127,7 +136,7 @@ def _reasons(rows: Sequence[Row], kind: str) -> list[str]:
                 numbers[reason] += count
                 owners.setdefault(reason, {})[row.entry] = None
     lines = []
-    for reason, count in numbers.most_common():
+    for reason, count in _by_number(numbers):
         names = [f"`{name}`" for name in owners[reason]]
         shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
         lines.append(f"| {reason.removeprefix(kind + ': ').replace('|', '/')} | {count} | {shown} |")
