@@ -77,6 +77,8 @@ _SET_TO = (math.nan, math.inf, -math.inf, 0.0, 0.5)
 
 _PERIODIC = frozenset({"sin", "cos", "tan", "sinc"})
 """Entries whose kernels on float32 reduce arguments beyond 2^30 without the digits of pi that these need."""
+_RECURRENT = "_polynomial_"
+"""Part of the names of entries that compute by recurrence, in PyTorch as many steps as an operand says: up to 2^31."""
 
 
 def entries(dtype: torch.dtype) -> list[Any]:
@@ -107,6 +109,16 @@ def specials(dtype: torch.dtype, extreme: bool = True) -> Tensor:
     positive = [0.0, f.smallest_normal / 2, f.smallest_normal, 0.5, 1.0, 1.5, 2.0, 3.0, 6.0, 7.5, 20.0, 90.0]
     positive += [720.0, f.max**0.5 * 2, f.max, math.inf, 2.0**-149 if dtype is torch.float32 else f.tiny / 4]
     return torch.tensor([*positive, *(-p for p in positive), math.nan], dtype=dtype)
+
+
+def _pool(op: Any, dtype: torch.dtype, extreme: bool = True) -> Tensor:
+    """The special values at which an entry of PyTorch's is defined, and ends in time."""
+    pool = specials(dtype, extreme)
+    if label(op) in _PERIODIC:
+        return pool[~((pool.abs() > 2**30) & pool.isfinite())]
+    if _RECURRENT in label(op) and not dtype.is_floating_point:
+        return pool[(pool > -1000) & (pool < 1000)]
+    return pool
 
 
 def special_samples(op: Any, dtype: torch.dtype, gradients: bool, count: int = 3) -> Iterator[SampleInput]:
@@ -166,9 +178,7 @@ def _tensors(sample: SampleInput) -> list[Tensor]:
 def _filled(op: Any, sample: SampleInput, dtype: torch.dtype, share: float, seed: int) -> SampleInput:
     """The sample with a share of the elements of its tensors of `dtype` replaced by special values."""
     generator = torch.Generator().manual_seed(seed)
-    pool = specials(dtype, (by_element(op) and one_shape(sample)) or op.name in _CHOOSING)
-    if label(op) in _PERIODIC:
-        pool = pool[~((pool.abs() > 2**30) & pool.isfinite())]
+    pool = _pool(op, dtype, (by_element(op) and one_shape(sample)) or op.name in _CHOOSING)
 
     def fill(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dtype is not dtype or value.layout is not torch.strided:
@@ -183,9 +193,7 @@ def _filled(op: Any, sample: SampleInput, dtype: torch.dtype, share: float, seed
 
 def _products(op: Any, sample: SampleInput, dtype: torch.dtype) -> Iterator[SampleInput]:
     """All special values, or all pairs of them; also with a number in place of the second operand."""
-    pool = specials(dtype)
-    if label(op) in _PERIODIC:
-        pool = pool[~((pool.abs() > 2**30) & pool.isfinite())]
+    pool = _pool(op, dtype)
     wants = isinstance(sample.input, Tensor) and sample.input.requires_grad
     if isinstance(op, UnaryUfuncInfo):
         yield SampleInput(pool.repeat(3)[:-1].clone().requires_grad_(wants), args=sample.args, kwargs=sample.kwargs)
