@@ -66,6 +66,14 @@ class DType(enum.Enum):
         """Whether values of this type are complex: PyTorch's operators compute with them, kernels do not."""
         return self.short[0] == "c"
 
+    def wrapped(self, number: Any) -> Any:
+        """A Python integer as elements of this type hold it: modulo 2^bits, as C++ converts. Other numbers as given."""
+        if type(number) is not int or self.is_float or self is DType.bool:
+            return number
+        bits, signed = 8 * self.bytes, self.short[0] == "i"
+        number &= (1 << bits) - 1
+        return number - (1 << bits) if signed and number >> (bits - 1) else number
+
     @staticmethod
     def parse(short: str) -> DType:
         """The type named `short` in a graph text."""

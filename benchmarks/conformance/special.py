@@ -117,7 +117,7 @@ def _pool(op: Any, dtype: torch.dtype, extreme: bool = True) -> Tensor:
     if label(op) in _PERIODIC:
         return pool[~((pool.abs() > 2**30) & pool.isfinite())]
     if _RECURRENT in label(op) and not dtype.is_floating_point:
-        return pool[(pool > -1000) & (pool < 1000)]
+        return pool[pool.double().abs() < 1000]
     return pool
 
 

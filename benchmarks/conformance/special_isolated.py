@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from benchmarks.conformance.samples import label
 from benchmarks.conformance.special_run import Found, Stage, swept
 
@@ -40,7 +42,7 @@ def results(work: Sequence[tuple[Stage, Any]], cache: str, seconds: float = SECO
             process.join()
             number, eager = place
             how = f"signal {-process.exitcode}" if (process.exitcode or 0) < 0 else f"status {process.exitcode}"
-            if not eager and any(n == number for n in skipped):
+            if number in skipped:
                 raise RuntimeError(f"{work[done][0].name} {label(work[done][1])} ends the process: {how}") from None
             skipped[number] = f"eager execution ends the process with {how}" if eager else "ends the process"
             ended += [] if eager else [f"#{number}: the process ended with {how}"]
@@ -53,6 +55,7 @@ def _worker(
     def notice(number: int, eager: bool) -> None:
         place[0], place[1] = number, eager
 
+    torch.set_num_threads(1)  # a forked process has none of the threads that OpenMP of its parent waits for
     for position, (stage, op) in enumerate(work):
         first = position == 0
         out.send(swept(stage, op, cache, notice, skipped if first else {}, 1 if first and skipped else None))

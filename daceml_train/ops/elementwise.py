@@ -353,7 +353,7 @@ class Cast(Operator):
 
 @dataclass(frozen=True)
 class Full(Operator):
-    """A tensor of one constant."""
+    """A tensor of one constant; an integer that is out of the type's range is taken modulo 2^bits."""
 
     name = "full"
     operands = ()
@@ -361,6 +361,9 @@ class Full(Operator):
     value: float | int | bool
     shape: Shape = ()
     dtype: DType = DType.float32
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", self.dtype.wrapped(self.value))
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         return (Tensor(self.shape, self.dtype),)

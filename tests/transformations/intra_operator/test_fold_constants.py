@@ -22,6 +22,11 @@ CASES = {
         one(0.29) + one(100.0).replace("%c", "%d") + "%p = mul(%c, %d)\n%y = floor(%p)",
         "full(value=29.0)",
     ),
+    "out of range": (
+        "%c = full(value=-1, shape=(3,), dtype=u8)\n%d = full(value=200, dtype=i8)\n%e = cast(%d, dtype=u8)\n"
+        "%y = add(%c, %e)",
+        "full(value=199, shape=(3,), dtype=u8)",
+    ),
     "view": (one(2.0, "(3, 4)") + "%y = view(%c, shape=(12,))", None),
     "expand": (one(2.0) + "%y = expand(%c, shape=(s0, 2))", None),
     "sum of expand": (
