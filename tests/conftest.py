@@ -19,14 +19,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the session's cache folder before any test module is imported; xdist's workers inherit it."""
+    """Name the session's cache folder before any test module is imported; xdist's workers inherit it.
+
+    It begins with the native executor of the user's cache, which `make setup` has built, and with nothing else.
+    """
     if config.getoption("refresh_golden"):
         if config.getoption("numprocesses", None):
             raise pytest.UsageError("--refresh-golden rewrites files: run it without -n")
         os.environ["EXPECTTEST_ACCEPT"] = "1"
     if not hasattr(config, "workerinput"):
+        users = os.environ.get(CACHE) or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/daceml_train"
         folder = tempfile.mkdtemp(prefix="daceml_train-tests-")
         os.environ[CACHE] = folder
+        if (built := Path(users).expanduser() / "native").is_dir():
+            shutil.copytree(built, Path(folder) / "native")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 

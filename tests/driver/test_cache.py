@@ -17,6 +17,7 @@ from daceml_train.driver import compile as road
 from daceml_train.driver.module import state_of
 from daceml_train.errors import CompilerError, Invalid, Refused, Rejected, Unsupported
 from daceml_train.storage.folders import cache_folder
+from tests.driver.compilers import compiled, noting
 
 pytestmark = pytest.mark.compiled
 
@@ -92,21 +93,19 @@ def test_two_processes_then_warm_then_damaged(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_one_host_builds_the_others_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    secret, compiler, log = tmp_path / "secret", tmp_path / "compiler", tmp_path / "compiled"
+    secret, compiler = tmp_path / "secret", noting(tmp_path)
     secret.write_text("0123456789abcdef")
     secret.chmod(0o600)
-    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo "$@" >> {log}\nexec g++ "$@"\n')
-    compiler.chmod(0o700)
     monkeypatch.setenv("DACEML_TRAIN_REMOTE_CACHE", f"file://{tmp_path}/common")
     monkeypatch.setenv("DACEML_TRAIN_REMOTE_CACHE_KEY", str(secret))
-    losses, warned, *_ = answer(run(tmp_path / "first", cxx=str(compiler)))
-    compiled = log.read_text().splitlines()
+    losses, warned, *_ = answer(run(tmp_path / "first", cxx=compiler))
+    texts = compiled(tmp_path)
     common = {file.name for file in (tmp_path / "common").rglob("*.*")}
-    assert warned == 0 and len(common) > len(compiled) > 1  # kernels and the executor; programs
+    assert warned == 0 and len(common) > len(texts) > 1  # kernels and the executor; programs
 
     second = tmp_path / "second"
-    assert answer(run(second, cxx=str(compiler))) == (losses, 0, True, False, True)
-    assert log.read_text().splitlines() == compiled  # nothing more
+    assert answer(run(second, cxx=compiler)) == (losses, 0, True, False, True)
+    assert compiled(tmp_path) == texts  # nothing more
     assert {file.name for kind in ("kernels", "native", "programs") for file in (second / kind).glob("*.*")} == common
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +11,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.driver.compilers import compiled, noting
 
 pytestmark = [pytest.mark.compiled, pytest.mark.slow]
 
@@ -39,21 +39,6 @@ print(sum(not record.warm for record in step.records), len(step.records))
 """
 
 
-def compiler(folder: Path) -> str:
-    """A compiler that notes each text that it is given, and waits while there is a file `wait`."""
-    real = shlex.quote(shutil.which("g++") or "g++")
-    script = folder / "compiler"
-    wait = f"while [ -e {folder}/wait ]; do sleep 0.1; done"
-    # What it compiles differs by process in its path alone: the checksum of the text says what it was.
-    script.write_text(
-        "#!/bin/sh\n"
-        f'for word; do case "$word" in *.cpp) cat "$word" | cksum >> {folder}/compiled; {wait};; esac; done\n'
-        f'exec {real} "$@"\n'
-    )
-    script.chmod(0o755)
-    return str(script)
-
-
 def run(folder: Path, cxx: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "DACEML_TRAIN_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "CXX": cxx}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -72,14 +57,9 @@ def answers(processes: list[subprocess.Popen[str]]) -> list[tuple[int, int]]:
     return found
 
 
-def compiled(folder: Path) -> list[str]:
-    log = folder / "compiled"
-    return log.read_text().splitlines() if log.exists() else []
-
-
 def test_each_program_and_each_kernel_is_compiled_once(tmp_path: Path) -> None:
     """The native executor, too: its source is among the texts."""
-    cxx = compiler(tmp_path)
+    cxx = noting(tmp_path)
     found = answers([run(tmp_path, cxx) for _ in range(3)])
     assert sum(new for new, _ in found) == 1 and {programs for _, programs in found} == {1}
     times = Counter(compiled(tmp_path))
@@ -90,7 +70,7 @@ def test_each_program_and_each_kernel_is_compiled_once(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_leaves_its_work_to_one_that_waits(tmp_path: Path) -> None:
-    cxx = compiler(tmp_path)
+    cxx = noting(tmp_path)
     (tmp_path / "wait").touch()
     first = run(tmp_path, cxx)
     while not compiled(tmp_path):  # the native executor
