@@ -115,7 +115,7 @@ def _pool(op: Any, dtype: torch.dtype, extreme: bool = True) -> Tensor:
     """The special values at which an entry of PyTorch's is defined, and ends in time."""
     pool = specials(dtype, extreme)
     if label(op) in _PERIODIC:
-        return pool[~((pool.abs() > 2**30) & pool.isfinite())]
+        return pool[~((pool.double().abs() > 2**30) & pool.isfinite())]
     if _RECURRENT in label(op) and not dtype.is_floating_point:
         return pool[pool.double().abs() < 1000]
     return pool
