@@ -48,6 +48,12 @@ def test_bounds_and_signs_of_zeros_in_kernels(name: str, tmp_path: Path) -> None
     assert found("compiled-float32", name, tmp_path) == []
 
 
+@pytest.mark.compiled
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8"])
+def test_powers_of_integers_in_kernels(dtype: str, tmp_path: Path) -> None:
+    assert found(f"compiled-{dtype}", "pow", tmp_path) == []
+
+
 def test_the_sweep_finds_a_clamp_that_forgets_nan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from daceml_train.frontends.torch.rules.translate import RULES
 

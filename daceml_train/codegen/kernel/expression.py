@@ -163,6 +163,8 @@ class _Printer:
         if name in ("max", "min"):
             dtype = next((d for _, d in shown if d.is_float), dtype)
             return f"vm::{name}<{dtype.c}>({', '.join(t for t, _ in shown)})", dtype
+        if name == "pow" and not any(d.is_float for _, d in shown):  # exact, which powers in double are not
+            return f"vm::pow<{dtype.c}>({', '.join(t for t, _ in shown)})", dtype
         if name in ("isnan", "isinf", "logical_and", "logical_or", "logical_not"):
             return f"vm::{name}({', '.join(t for t, _ in shown)})", DType.bool
         if not dtype.is_float and name not in _CALLED:

@@ -63,6 +63,12 @@ template <typename T> VM T sign(T a) { return (T)((a > 0) - (a < 0)); }
 // ---- division and rounding ----------------------------------------------------------------------------------------
 template <typename T> VM T divide(T a, T b) { return a / b; }
 template <typename T> VM T truncate_divide(T a, T b) { return b == 0 ? 0 : b == (T)-1 ? (T)(0 - a) : (T)(a / b); }
+template <typename T> VM T pow(T a, T b) {  // of integers: wraps as multiplication does; negative powers are truncated
+  if (b < 0) return a == 1 ? (T)1 : a == (T)-1 ? (b & 1 ? a : (T)1) : (T)0;
+  uint64_t result = 1, base = (uint64_t)a;
+  for (uint64_t n = (uint64_t)b; n != 0; n >>= 1, base *= base) result *= n & 1 ? base : 1;
+  return (T)result;
+}
 template <typename T> VM T floor_divide(T a, T b) {
   T q = truncate_divide(a, b);
   return b == 0 ? 0 : (T)(q - ((q * b != a) & ((a < 0) != (b < 0))));
