@@ -14,7 +14,7 @@ from benchmarks.faults.children import begin, finished
 from benchmarks.faults.training import train
 from daceml_train.runtime.cache import Cache
 from daceml_train.storage.files import PARTIAL
-from daceml_train.storage.folders import BUILDING
+from daceml_train.storage.folders import BUILDING, LOCK, YOUNG
 
 MODELS = 5
 """So many models take turns; every second run finds neither programs nor kernels of theirs."""
@@ -80,7 +80,11 @@ def _forget(cache: Path) -> None:
 
 def _left(cache: Path, folder: Path) -> list[str]:
     """What a killed process left that `evict` has not removed, but for what is younger than its patience."""
-    now = time.time()
-    left = [p for kind in ("programs", "kernels", "native") for p in (cache / kind).glob(f"{BUILDING}*")]
-    left += [p for p in cache.rglob(f"{PARTIAL}*") if now - p.stat().st_mtime > 3600]
+
+    def older(path: Path, seconds: float) -> bool:
+        return time.time() - path.stat().st_mtime > seconds
+
+    folders = [p for kind in ("programs", "kernels", "native") for p in (cache / kind).glob(f"{BUILDING}*")]
+    left = [p for p in folders if (p / LOCK).exists() or older(p, YOUNG + 1)]
+    left += [p for p in cache.rglob(f"{PARTIAL}*") if older(p, 3600)]
     return [str(p.relative_to(folder)) for p in left]

@@ -23,8 +23,8 @@ DUMP = "DACEML_TRAIN_DUMP"
 BUILDING = ".building-"
 """The name prefix of build folders; each contains a file that its builder keeps locked."""
 PRIVATE = "daceml_train-private-"
-_LOCK = "lock"
-_YOUNG = 60
+LOCK = "lock"
+YOUNG = 60
 """The age in seconds up to which a folder without a lock counts as being created."""
 
 
@@ -114,11 +114,11 @@ def locked(parent: Path, prefix: str = BUILDING) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     owner = os.getpid()
     try:
-        unlocked = folder / f"{_LOCK}-new"  # `clear_dead` may look before it is locked
+        unlocked = folder / f"{LOCK}-new"  # `clear_dead` may look before it is locked
         with unlocked.open("w") as lock:
             with contextlib.suppress(OSError):  # a file system without locks: then its age counts
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            unlocked.rename(folder / _LOCK)
+            unlocked.rename(folder / LOCK)
             yield folder
     finally:
         if os.getpid() == owner:
@@ -142,11 +142,11 @@ def clear_dead(parent: Path, prefix: str = BUILDING) -> int:
 def _dead(folder: Path) -> bool:
     """Whether no process holds the folder's lock."""
     try:
-        with (folder / _LOCK).open("r+") as lock:
+        with (folder / LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
     except FileNotFoundError:  # killed before it created the lock, or about to create it
-        return time.time() - folder.stat().st_mtime > _YOUNG
+        return time.time() - folder.stat().st_mtime > YOUNG
     except OSError:
         return False
 
