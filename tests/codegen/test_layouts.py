@@ -175,7 +175,7 @@ def test_special_values():
 
 def test_integers_and_booleans():
     a, b = torch.randint(-9, 9, (40,)), torch.randint(1, 5, (40,)) * torch.where(torch.rand(40) < 0.5, 1, -1)
-    kinds = ["add", "sub", "mul", "floor_divide", "remainder", "maximum", "eq", "lt", "logical_and"]
+    kinds = ["add", "sub", "mul", "floor_divide", "remainder", "maximum", "eq", "lt", "logical_and", "pow"]
 
     def each(a: Value, b: Value):
         return [a.apply(make(kind), b) for kind in kinds] + [a.unary("abs"), a.unary("sign"), a.cast(DType.bool), -a]
