@@ -1,5 +1,6 @@
 """What every test runs under: one cache folder per session, fixed seeds, few threads, golden texts written under one flag."""
 
+import gc
 import os
 import re
 import shutil
@@ -50,6 +51,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """The collector does not examine again what the imports have left: a million objects, at each of its full runs."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

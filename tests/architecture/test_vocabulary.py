@@ -13,7 +13,6 @@ import re
 import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -77,15 +76,21 @@ PHRASES = (
     Phrase(r"\bmerge equal\b|\bequal operators merged\b", "CSE"),
     Phrase(r"\bgradients? in parts\b", "chunked gradient"),
 )
+ANY_PHRASE = re.compile("|".join(phrase.pattern for phrase in PHRASES))
 
 
-@cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def _pattern_of_names() -> re.Pattern[str]:
+    """Old names of passes, classes, modules and options, as pages and docstrings would write them."""
+    classes = {old for old in IDENTIFIERS if re.search(r"[a-z][A-Z]|_", old)}
+    tables = ((classes, r"\b{}\b"), (MODULES, r"(?<![\w./]){}\b(?!\.py)"), (KEYWORDS, r"(?<!\w){}"))
+    return re.compile("|".join(form.format(re.escape(old)) for table, form in tables for old in sorted(table)))
 
 
-def _identifiers(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(_tree(path)):
+NAMES = _pattern_of_names()
+
+
+def _identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
         match node:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 yield node.lineno, name
@@ -95,74 +100,71 @@ def _identifiers(path: Path) -> Iterator[tuple[int, str]]:
                 yield from ((node.lineno, part) for alias in names for part in alias.name.split("."))
 
 
-@cache
-def _prose(path: Path) -> tuple[tuple[int, str], ...]:
+def _prose(text: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """The docstrings and comments of a source file, line by line."""
-    return tuple(_docstrings_and_comments(path))
-
-
-def _docstrings_and_comments(path: Path) -> Iterator[tuple[int, str]]:
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
-    for node in ast.walk(_tree(path)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield from enumerate(node.value.value.splitlines(), node.lineno)
 
 
-def _found(path: Path, lines: Iterable[tuple[int, str]], pattern: str, instead: str) -> list[str]:
-    where = path.relative_to(ROOT)
-    return [f"{where}:{n}: {m[0]!r}: write {instead}" for n, line in lines for m in re.finditer(pattern, line)]
+def _phrases(where: str, lines: Iterable[tuple[int, str]]) -> Iterator[str]:
+    for number, line in lines:
+        if ANY_PHRASE.search(line):
+            for phrase in PHRASES:
+                yield from (
+                    f"{where}:{number}: {m[0]!r}: write {phrase.instead}" for m in re.finditer(phrase.pattern, line)
+                )
 
 
-def _pages(pages: list[Path], pattern: str, instead: str) -> list[str]:
-    return [
-        entry
-        for page in pages
-        for entry in _found(page, enumerate(page.read_text(encoding="utf-8").splitlines(), 1), pattern, instead)
-    ]
+def _names(where: str, lines: Iterable[tuple[int, str]]) -> Iterator[str]:
+    for number, line in lines:
+        for match in NAMES.finditer(line):
+            yield f"{where}:{number}: {match[0]!r}: write the new name (daceml_train/renamed.py)"
 
 
-def _report(found: list[str]) -> None:
+def _in_source(path: Path, *, names: bool) -> Iterator[str]:
+    """The old identifiers and phrases of a source file, and with `names` the old names in its docstrings."""
+    where, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    for line, name in _identifiers(tree):
+        if name in IDENTIFIERS:
+            yield f"{where}:{line}: {name!r}: write {IDENTIFIERS[name]}"
+    prose = list(_prose(text, tree))
+    yield from _phrases(where, prose)
+    if names:
+        yield from _names(where, prose)
+
+
+def _in_page(path: Path, *, names: bool) -> Iterator[str]:
+    where = str(path.relative_to(ROOT))
+    lines = list(enumerate(path.read_text(encoding="utf-8").splitlines(), 1))
+    yield from _phrases(where, lines)
+    if names:
+        yield from _names(where, lines)
+
+
+def test_no_old_words() -> None:
+    found = [entry for path in SOURCES for entry in _in_source(path, names=path.relative_to(ROOT).parts[0] in OWN)]
+    found += [entry for page in TEXTS for entry in _in_page(page, names=page in PAGES)]
     assert not found, "\n".join(["old words:", *found])
-
-
-def test_identifiers() -> None:
-    _report(
-        [
-            f"{path.relative_to(ROOT)}:{line}: {name!r}: write {IDENTIFIERS[name]}"
-            for path in SOURCES
-            for line, name in _identifiers(path)
-            if name in IDENTIFIERS
-        ]
-    )
-
-
-def test_names_of_passes_modules_and_options_in_pages_and_docstrings() -> None:
-    found: list[str] = []
-    classes = {old: new for old, new in IDENTIFIERS.items() if re.search(r"[a-z][A-Z]|_", old)}
-    for table, form in ((classes, r"\b{}\b"), (MODULES, r"(?<![\w./]){}\b(?!\.py)"), (KEYWORDS, r"(?<!\w){}")):
-        pattern = "|".join(form.format(re.escape(old)) for old in table)
-        for path in SOURCES:
-            if path.parts[len(ROOT.parts)] in OWN:
-                found += _found(path, _prose(path), pattern, "the new name (daceml_train/renamed.py)")
-        found += _pages([page for page in PAGES if page != GLOSSARY], pattern, "the new name (daceml_train/renamed.py)")
-    _report(found)
-
-
-@pytest.mark.parametrize("phrase", PHRASES, ids=lambda phrase: phrase.instead)
-def test_phrases(phrase: Phrase) -> None:
-    found = _pages(TEXTS, phrase.pattern, phrase.instead)
-    for path in SOURCES:
-        found += _found(path, _prose(path), phrase.pattern, phrase.instead)
-    _report(found)
 
 
 def test_an_old_word_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     source, page = tmp_path / "old.py", tmp_path / "old.md"
-    source.write_text('"""A matrix product."""\nfrom passes import MergeEqual  # behind it\n')
-    page.write_text("One matrix product\n")
-    assert (2, "MergeEqual") in list(_identifiers(source)) and IDENTIFIERS["MergeEqual"] == "CommonSubexpressions"
-    assert _found(source, _prose(source), r"\bbehind\b", "after") == ["old.py:2: 'behind': write after"]
-    assert _pages([page], PHRASES[0].pattern, "matmul") == ["old.md:1: 'matrix product': write matmul"]
+    source.write_text('"""A matrix product by MergeEqual."""\nfrom passes import MergeEqual  # behind it\n')
+    page.write_text("One matrix product, search=False\n")
+    new = "write the new name (daceml_train/renamed.py)"
+    assert list(_in_source(source, names=True)) == [
+        "old.py:2: 'MergeEqual': write CommonSubexpressions",
+        "old.py:2: 'behind': write after",
+        "old.py:1: 'matrix product': write matmul, GEMM in prose",
+        f"old.py:1: 'MergeEqual': {new}",
+    ]
+    assert list(_in_page(page, names=True)) == [
+        "old.md:1: 'matrix product': write matmul, GEMM in prose",
+        f"old.md:1: 'search=': {new}",
+    ]
