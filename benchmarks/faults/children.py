@@ -30,10 +30,14 @@ class Child:
     hung: bool = False
 
     @property
+    def moments(self) -> list[str]:
+        """The moments that it told of, in order."""
+        return ["start", *self.heard.split(b"\0")[0].decode(errors="replace").splitlines()]
+
+    @property
     def moment(self) -> str:
         """What it was at when last heard of."""
-        lines = self.heard.split(b"\0")[0].decode(errors="replace").splitlines()
-        return lines[-1] if lines else "start"
+        return self.moments[-1]
 
     @property
     def result(self) -> Any:
@@ -44,8 +48,14 @@ class Child:
         except Exception:
             return None
 
-    def listen(self, until: float) -> None:
-        """Hear it until it ends, or until that time."""
+    def await_moment(self, moment: str, limit: float = HANG) -> None:
+        """Hear it until it tells of a moment or ends, for so many seconds at most."""
+        until = self.begun + limit
+        while moment not in self.moments and self.status is None and time.monotonic() < until:
+            self.listen(until, once=True)
+
+    def listen(self, until: float, once: bool = False) -> None:
+        """Hear it until it ends, until that time, or with `once` until it says anything."""
         while self.status is None:
             left = until - time.monotonic()
             if left <= 0:
@@ -57,6 +67,8 @@ class Child:
                 if not told:
                     self.status = os.waitpid(self.process, 0)[1]
                     os.close(self.pipe)
+                if once:
+                    return
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send it a signal, alone, as an out-of-memory killer does."""

@@ -7,55 +7,84 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.children import begin, finished
-from benchmarks.faults.training import train
+from benchmarks.faults.training import STEPS, train
 from daceml_train.runtime.cache import Cache
 from daceml_train.storage.files import PARTIAL
 from daceml_train.storage.folders import BUILDING, LOCK, YOUNG
 
-MODELS = 5
-"""So many models take turns; every second run finds neither programs nor kernels of theirs."""
+MODELS = 7
+"""So many models take turns, each for one turn of all moments."""
+
+PATIENT = 400
+"""Steps of a run that is to be killed in one of them."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Runs are killed up to so many seconds after they told of `name`; a cold one finds no programs and no kernels."""
+
+    name: str
+    seconds: float
+    cold: bool = True
+
+
+MOMENTS = (
+    Moment("capture", 1.0),
+    Moment("build", 0.3),
+    Moment("install", 0.002),
+    Moment("store", 0.002),
+    Moment("step", 0.02),
+    Moment("save", 0.003),
+    Moment("start", 0.1, cold=False),
+    Moment("capture", 0.3, cold=False),
+    Moment("step", 0.02, cold=False),
+    Moment("save", 0.003, cold=False),
+)
+"""They take turns."""
 
 
 def sweep(kills: int, minutes: float, seed: int, folder: Path, progress: Callable[[str], None]) -> dict[str, Any]:
     """What became of so many kills, or of as many as so many minutes allow."""
     generator, cache = random.Random(seed), folder / "cache"
     start = time.monotonic()
-    first = finished(functools.partial(_train, 1000, cache, folder / "saved.pt"))
+    first = finished(functools.partial(_train, 1000, cache, folder / "saved.pt", STEPS))
     if first.result is None or isinstance(first.result, str) or not first.result.right:
         raise SystemExit(f"an undisturbed run fails: {first.result}")
     cold = time.monotonic() - start
-    length = cold  # of a run: most are shorter than the first one, and a kill must come before their end
-    moments: Counter[str] = Counter()
+    killed: Counter[str] = Counter()
     found: dict[str, Any] = {"kills": 0, "ended before": 0, "wrong": [], "hangs": [], "failed": [], "left": []}
     for number in range(kills):
         if time.monotonic() - start > 60 * minutes:
             progress(f"stopped after {number} of {kills} runs, for want of time")
             break
-        one = number % MODELS
-        if number % 2 == 0:
+        one, moment = number // len(MOMENTS) % MODELS, MOMENTS[number % len(MOMENTS)]
+        if moment.cold:
             _forget(cache)
-        child = begin(functools.partial(_train, one, cache, folder / "saved.pt"))
-        child.listen(time.monotonic() + generator.uniform(0, length))
+        steps = PATIENT if moment.name == "step" else STEPS
+        child = begin(functools.partial(_train, one, cache, folder / "saved.pt", steps))
+        child.await_moment(moment.name)
+        child.listen(time.monotonic() + generator.uniform(0, moment.seconds))
         found["kills" if child.status is None else "ended before"] += 1
+        if child.status is None:
+            killed[child.moment] += 1
         child.kill()
         child.end()
-        moments[child.moment] += 1
-        after = finished(functools.partial(_train, one, cache, folder / "saved.pt"))
-        length = min(cold, 1.2 * (time.monotonic() - after.begun))
+        after = finished(functools.partial(_train, one, cache, folder / "saved.pt", STEPS))
         _judge(found, f"run {number} after a kill in {child.moment!r}", after)
         Cache(cache).evict()
         found["left"] += _left(cache, folder)
         if (number + 1) % 10 == 0:
-            progress(f"{number + 1} of {kills}: {dict(moments)}")
-    return {**found, "moments": dict(moments), "seconds of an undisturbed run": round(cold, 2)}
+            progress(f"{number + 1} of {kills}: {dict(killed)}")
+    return {**found, "moments": dict(killed), "seconds of an undisturbed run": round(cold, 2)}
 
 
-def _train(number: int, cache: Path, save: Path, marks: int) -> Any:
-    return train(number, cache, marks, save)
+def _train(number: int, cache: Path, save: Path, steps: int, marks: int) -> Any:
+    return train(number, cache, marks, save, steps)
 
 
 def _judge(found: dict[str, Any], name: str, child: Any) -> None:

@@ -6,8 +6,10 @@ import copy
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,17 +46,33 @@ def model(number: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 def train(number: int, cache: Path, marks: int | None = None, save: Path | None = None, steps: int = STEPS) -> Trained:
-    """Train model `number`; `marks` is a descriptor that hears of the moments, `save` where the result is stored."""
+    """Train model `number`; `marks` is a descriptor that hears of the moments, `save` where the result is stored.
+
+    The moments: "capture"; for each kernel "build" and "install"; "store", the program; "step", "save", "done".
+    """
     os.environ[CACHE] = str(cache)  # the executor is there, too
 
     import daceml_train as dt
     from daceml_train.codegen.cpu import compile as kernels
+    from daceml_train.runtime.cache import Cache
 
     kernels.FLAGS = tuple("-O0" if flag == "-O3" else flag for flag in kernels.FLAGS)  # the moments stay the same
 
     def mark(moment: str) -> None:
         if marks is not None:
             os.write(marks, f"{moment}\n".encode())
+
+    def marked(moment: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            mark(moment)
+            return function(*args)
+
+        return call
+
+    if marks is not None:  # in a child of its own
+        kernels.build = marked("build", kernels.build)
+        kernels.install = marked("install", kernels.install)
+        Cache.store = marked("store", Cache.store)  # type: ignore[method-assign]
 
     body, x, y = model(number)
     other = copy.deepcopy(body)
@@ -66,7 +84,7 @@ def train(number: int, cache: Path, marks: int | None = None, save: Path | None 
         loss.backward()
         reference.step()
         eager.append(float(loss.detach()))
-    mark("capture and build")
+    mark("capture")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step = dt.training_step(body, nn.functional.mse_loss, optimizer, cache=cache)
