@@ -106,17 +106,32 @@ def outside(state: Any, node: Any, scope: Any, memlet: Memlet) -> None:
         return
     scope.add_in_connector(f"IN_{name}")
     scope.add_out_connector(f"OUT_{name}")
-    whole = Memlet.from_array(name, state.sdfg.arrays[name])
-    whole.wcr = memlet.wcr
+    all_of_it = whole(name, state.sdfg.arrays[name])
+    all_of_it.wcr = memlet.wcr
     if isinstance(scope, dace.nodes.MapEntry):
-        state.add_edge(node, None, scope, f"IN_{name}", whole)
+        state.add_edge(node, None, scope, f"IN_{name}", all_of_it)
     else:
-        state.add_edge(scope, f"OUT_{name}", node, None, whole)
+        state.add_edge(scope, f"OUT_{name}", node, None, all_of_it)
 
 
 def scalar(name: str) -> Memlet:
     """The memlet of a scalar."""
-    return Memlet(data=name, subset=subsets.Range([(0, 0, 1)]))
+    return element(name, subsets.Range([(0, 0, 1)]))
+
+
+def element(name: str, subset: Any, wcr: Any = None) -> Memlet:
+    """The memlet of one element; DaCe would count the elements of the subset."""
+    return Memlet(data=name, subset=subset, volume=1, wcr=wcr)
+
+
+def whole(name: str, array: Any) -> Memlet:
+    """The memlet of a whole array."""
+    return Memlet(data=name, subset=subsets.Range.from_array(array), volume=array.total_size)
+
+
+def passed(array: Any) -> Any:
+    """The type under which a nested SDFG receives an array, by its address, or a scalar."""
+    return array.dtype if isinstance(array, dace.data.Scalar) else dace.pointer(array.dtype)
 
 
 @dataclass
@@ -131,7 +146,7 @@ class Code:
 
     def write(self, connector: str, memlet: Memlet, dtype: DType, text: str) -> None:
         """Store an expression."""
-        own = Memlet(data=memlet.data, subset=subsets.Range(memlet.subset.ranges))  # edges must not share memlets
+        own = element(memlet.data, subsets.Range(memlet.subset.ranges))  # edges must not share memlets
         self.outs[connector] = (own, TYPES[dtype])
         self.lines.append(f"{connector} = {text};")
 
@@ -182,7 +197,7 @@ class Emitter:
             if self.tiled and array.pointer[0] == "scratch" and axis in self.loops.lane_set:
                 where = where - sym("lane_begin")
             index.append(where)
-        return Memlet(data=name, subset=subsets.Range([(i, i, 1) for i in index or [0]]))
+        return element(name, subsets.Range([(i, i, 1) for i in index or [0]]))
 
     def array(self, sdfg: Any, name: str, /, **replaced: Any) -> Memlet:
         """Declare an array in an SDFG if necessary; returns a memlet of its element."""
@@ -271,7 +286,7 @@ class Emitter:
         """Combine the partial results of all blocks."""
         total, array = self.phases.accumulators(name)[1], f"part_{name}"
         self.use(block, array)
-        code.ins[f"parts_{name}"] = (Memlet.from_array(array, block.arrays[array]), dace.pointer(TYPES[total]))
+        code.ins[f"parts_{name}"] = (whole(array, block.arrays[array]), dace.pointer(TYPES[total]))
         code.lines += [
             f"{total.c} total_{name} = {self.identity(name, total)};",
             "for (int64_t part = 0; part < blocks; ++part)",
@@ -312,7 +327,7 @@ class Emitter:
                 state.add_edge(entry, f"OUT_{memlet.data}", tasklet, connector, memlet)
         for connector, (memlet, _) in code.outs.items():
             if connector in code.reductions:
-                memlet = Memlet(data=memlet.data, subset=memlet.subset, wcr=_CONFLICT[connector.split("_", 1)[0]])
+                memlet = element(memlet.data, memlet.subset, _CONFLICT[connector.split("_", 1)[0]])
             if leave is None:
                 state.add_edge(tasklet, connector, writes[memlet.data], None, memlet)
             else:

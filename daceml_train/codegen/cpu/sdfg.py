@@ -122,15 +122,16 @@ class Builder(Emitter):
         symbols = {name: mapping.get(name, sym(name)) for name in block.symbols if name not in self.inner}
         state, count = emitter.after(self.top, label), sym("blocks") if count is None else count
         entry, leave = state.add_map(label, {"block": subsets.Range([(0, count - 1, 1)])}, schedule=schedule)
-        node = state.add_nested_sdfg(block, dict.fromkeys(read), dict.fromkeys(written), symbols)
+        types = {name: emitter.passed(array) for name, array in self.top.arrays.items()}
+        node = state.add_nested_sdfg(block, {n: types[n] for n in read}, {n: types[n] for n in written}, symbols)
         for name in read:
-            memlet = Memlet.from_array(name, self.top.arrays[name])
+            memlet = emitter.whole(name, self.top.arrays[name])
             outside(state, state.add_read(name), entry, memlet)
             state.add_edge(entry, f"OUT_{name}", node, name, memlet)
         if not read:
             state.add_nedge(entry, node, Memlet())
         for name in written:
-            memlet = Memlet.from_array(name, self.top.arrays[name])
+            memlet = emitter.whole(name, self.top.arrays[name])
             outside(state, state.add_write(name), leave, memlet)
             state.add_edge(node, name, leave, f"IN_{name}", memlet)
         return entry
@@ -296,7 +297,7 @@ class Builder(Emitter):
         code.ins, code.lines = {}, []
         for row in range(count):
             for connector, (memlet, kind) in ins.items():
-                moved = Memlet(data=memlet.data, subset=copy.deepcopy(memlet.subset))
+                moved = emitter.element(memlet.data, copy.deepcopy(memlet.subset))
                 moved.subset.replace({sym(axis): sym(axis) + row})
                 code.ins[f"{connector}_{row}"] = (moved, kind)
             code.lines += [renamed(line, row) for line in lines]

@@ -1,55 +1,29 @@
-"""Source: the C++ text of a kernel, from its SDFG by DaCe's code generator.
-
-DaCe runs with only its essential parts: no validation (tests do that), no simplification, no files. Its frame for
-state, initialization and shutdown is dropped: a kernel has no state.
-"""
+"""Source: the C++ text of a kernel, from its SDFG by DaCe's code generator."""
 
 from __future__ import annotations
 
-import re
-import warnings
 from typing import Any
-
-from dace.codegen import codegen
-from dace.codegen.targets import cpu, framecode
-from dace.config import set_temporary
-from dace.sdfg import infer_types
 
 from daceml_train.codegen.cpu.schedule import BlockGenerator, LaneGenerator
 from daceml_train.codegen.cpu.sdfg import build
+from daceml_train.codegen.kernel.frame import generate, generating
 from daceml_train.codegen.kernel.loops import SQUARE
 from daceml_train.codegen.kernel.plan import Plan
-from daceml_train.codegen.kernel.queries import computed_once
 
 
 def source(plan: Plan, key: str) -> str:
     """The C++ text with the entry point `kernel_<key>`."""
-    with warnings.catch_warnings(), set_temporary("compiler", "lineinfo", value="none"):
-        warnings.simplefilter("ignore")
+    with generating():
         sdfg = build(plan, f"body_{key}")
-        text, arguments = code(sdfg)
+        text, arguments = generate(sdfg, _targets)
     headers = ["kernel.h", *(["random.h"] if "vm::random_key" in text else [])]
     head = "".join(f'#include "{header}"\n' for header in headers)
     return f"{head}\n{text}\n{entry(plan, sdfg, arguments, key)}"
 
 
-def code(sdfg: Any) -> tuple[str, list[str]]:
-    """The functions that DaCe generates for an SDFG, without frame and markers, and their arguments."""
-    infer_types.infer_connector_types(sdfg)
-    infer_types.set_default_schedule_and_storage_types(sdfg, None)
-    with computed_once(), set_temporary("compiler", "unique_functions", value="none"):  # every function occurs once
-        frame = framecode.DaCeCodeGenerator(sdfg)
-        cpu.CPUCodeGen(frame, sdfg)
-        BlockGenerator(frame, sdfg)
-        LaneGenerator(frame, sdfg)
-        codegen._get_codegen_targets(sdfg, frame)
-        frame.dispatcher.instrumentation = dict.fromkeys(frame.dispatcher.instrumentation)
-        functions, body, *_ = frame.generate_code(sdfg, None)
-    text = re.sub(r"[ \t]*////__DACE:[^\n]*", "", str(functions) + str(body))
-    text = re.sub(r"\n\s*/{5,}(?=\n)", "", text)
-    text = text[text.index("};", text.index(f"struct {sdfg.name}_state_t")) + 2 : text.index("DACE_EXPORTED")]
-    text = re.sub(rf"{sdfg.name}_state_t ?\*__state(, )?|__state, ", "", text)
-    return re.sub(r"\n\s*(?=\n)", "", text).strip() + "\n", list(frame.arglist)
+def _targets(frame: Any, sdfg: Any) -> None:
+    BlockGenerator(frame, sdfg)
+    LaneGenerator(frame, sdfg)
 
 
 def entry(plan: Plan, sdfg: Any, passed: list[str], key: str) -> str:

@@ -9,7 +9,7 @@ from dace import subsets
 from dace.memlet import Memlet
 from dace.sdfg.state import LoopRegion
 
-from daceml_train.codegen.cpu.emitter import TYPES, Code, Over, after, sym
+from daceml_train.codegen.cpu.emitter import TYPES, Code, Over, after, element, sym
 from daceml_train.codegen.cpu.sdfg import Builder
 from daceml_train.codegen.cuda.plan import CudaPlan
 from daceml_train.codegen.cuda.schedule import BLOCKS, FRAGMENT, LANES, ONCE, SIDE, SQUARE
@@ -73,7 +73,7 @@ class Launches(Builder):
             if name in self.plan.squares:
                 where = where - sym("lane_group" if axis in self.loops.lane_set else "row_group")
             index.append(where)
-        return Memlet(data=name, subset=subsets.Range([(i, i, 1) for i in index or [0]]))
+        return element(name, subsets.Range([(i, i, 1) for i in index or [0]]))
 
     def lanes(self) -> Over:
         """The loops of a lane map. `lane_begin` to `lane_end` are distributed over blocks, teams and threads."""

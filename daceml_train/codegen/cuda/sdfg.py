@@ -17,7 +17,7 @@ import dace
 from dace import subsets
 from dace.memlet import Memlet
 
-from daceml_train.codegen.cpu.emitter import TYPES, Code, call, indices, scalar, sym
+from daceml_train.codegen.cpu.emitter import TYPES, Code, call, indices, scalar, sym, whole
 from daceml_train.codegen.cpu.sdfg import FLUSH
 from daceml_train.codegen.cuda.launches import Launches
 from daceml_train.codegen.cuda.schedule import COLUMNS, LANES, SIDE, SLICES, TEAM, TURN, functor
@@ -277,7 +277,7 @@ class CudaBuilder(Launches):
         for n in parts:
             total, name = self.phases.accumulators(n)[1], f"part_{n}"
             self.use(block, name)
-            code.ins[f"parts_{n}"] = (Memlet.from_array(name, block.arrays[name]), dace.pointer(TYPES[total]))
+            code.ins[f"parts_{n}"] = (whole(name, block.arrays[name]), dace.pointer(TYPES[total]))
             code.lines += [
                 f"{total.c} total_{n} = {self.identity(n, total)};",
                 f"for (int64_t i = vm_thread(); i < tiles * parts; i += {COMBINING})",

@@ -8,18 +8,12 @@ elements.
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
-
-from dace.codegen import codegen
-from dace.codegen.targets import cpu, framecode
-from dace.config import set_temporary
-from dace.sdfg import infer_types
 
 from daceml_train.codegen.cuda.plan import CudaPlan
 from daceml_train.codegen.cuda.schedule import BlockGenerator, ThreadGenerator
 from daceml_train.codegen.cuda.sdfg import CudaBuilder
-from daceml_train.codegen.kernel.queries import computed_once
+from daceml_train.codegen.kernel.frame import generate, generating
 from daceml_train.tensor import same
 
 _STRUCT = """template <bool WIDE> struct Device {{
@@ -34,8 +28,7 @@ _STRUCT = """template <bool WIDE> struct Device {{
 
 def source(plan: CudaPlan, key: str) -> str:
     """The text of a kernel, with its entry `launch_<key>`."""
-    with warnings.catch_warnings(), set_temporary("compiler", "lineinfo", value="none"):
-        warnings.simplefilter("ignore")
+    with generating():
         builder = CudaBuilder(plan, "body")
         functions, kernels, host, passed = _generate(builder)
     g = plan.geometry
@@ -75,27 +68,20 @@ def _calls(body: str, kernel: str) -> str:
 def _generate(builder: CudaBuilder) -> tuple[str, list[tuple[str, int, str]], str, list[str]]:
     """Device functions, kernels, host code, and their arguments."""
     sdfg: Any = builder.top
-    infer_types.infer_connector_types(sdfg)
-    infer_types.set_default_schedule_and_storage_types(sdfg, None)
-    with computed_once(), set_temporary("compiler", "unique_functions", value="none"):
-        frame = framecode.DaCeCodeGenerator(sdfg)
-        cpu.CPUCodeGen(frame, sdfg)
+    blocks: Any = None
+
+    def targets(frame: Any, sdfg: Any) -> None:
+        nonlocal blocks
         blocks = BlockGenerator(frame, sdfg)
         ThreadGenerator(frame, sdfg, builder.geometry, builder.conditions, builder.plan.narrow)
-        codegen._get_codegen_targets(sdfg, frame)
-        frame.dispatcher.instrumentation = dict.fromkeys(frame.dispatcher.instrumentation)
-        functions, body, *_ = frame.generate_code(sdfg, None)
-    text = re.sub(r"[ \t]*////__DACE:[^\n]*", "", str(functions) + str(body))
-    text = re.sub(r"\n\s*/{5,}(?=\n)", "", text)
-    text = text[text.index("};", text.index(f"struct {sdfg.name}_state_t")) + 2 : text.index("DACE_EXPORTED")]
-    text = re.sub(rf"{sdfg.name}_state_t ?\*__state(, )?|__state, ", "", text)
-    text = re.sub(r"\n\s*(?=\n)", "", text).strip() + "\n"
+
+    text, passed = generate(sdfg, targets)
     start = text.index(f"void __program_{sdfg.name}_internal(")
     functions, host = text[:start], text[start:]
     functions = re.sub(r"^inline void", "VM void", functions, flags=re.MULTILINE)
     host = host[host.index("{") + 1 : host.rindex("}")]
     kernels = [(n, t, re.sub(r"__state, |[ \t]*////__DACE:[^\n]*", "", b)) for n, t, b in blocks.kernels]
-    return functions, kernels, host.strip("\n"), list(frame.arglist)
+    return functions, kernels, host.strip("\n"), passed
 
 
 def _types(plan: CudaPlan, sdfg: Any) -> dict[str, str]:
