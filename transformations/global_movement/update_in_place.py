@@ -185,7 +185,7 @@ def can_store(graph: Graph, blocks: Blocks, node: Node, kernel: Kernel, pairs: t
     return _plannable(replace(kernel, updates=pairs), tuple(operands), tuple(results))
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=1024)  # passes ask for all kernels of a graph, several times
 def _plannable(kernel: Kernel, operands: tuple[Layout, ...], results: tuple[Layout, ...]) -> bool:
     try:
         Plan(analyze(kernel, [Tensor(o.shape, o.dtype) for o in operands]), operands, results)
