@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """The collector does not examine again what the imports have left: a million objects, at each of its full runs."""
+    """The collector does not examine again what the imports have left, some 400,000 objects, at each full run."""
     gc.collect()
     gc.freeze()
 
