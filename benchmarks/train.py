@@ -35,6 +35,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.measure import Visit, timing, visits
+from daceml_train.processor import described
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "train.json"
@@ -74,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     everything: dict[str, Any] = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
     about = surroundings()
-    results: dict[str, Any] = everything.get(processor(), {}) if options.update else {}
-    everything[processor()] = results = {"networks": {}} | results | about
+    results: dict[str, Any] = everything.get(described(), {}) if options.update else {}
+    everything[described()] = results = {"networks": {}} | results | about
     failed = False
     for name in options.networks or TWELVE:
         network = NETWORKS[name]
@@ -104,26 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(failed)
 
 
-def _cpuinfo(field: str) -> str:
-    """A field of the first processor; empty where the system does not say."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith(field)), "")
-
-
-def processor() -> str:
-    """The processor and its widest vectors: figures of different ones do not stand in one table."""
-    flags, features = _cpuinfo("flags").split(), {"amx_tile": "AMX", "avx512f": "AVX-512", "avx512_bf16": "bf16"}
-    found = [title for flag, title in features.items() if flag in flags]
-    return f"{_cpuinfo('model name') or platform.processor()}, {' '.join(found) or 'no AVX-512'}"
-
-
 def surroundings() -> dict[str, Any]:
     """Date, processor and versions."""
     versions = {name: version(name) for name in ("torch", "dace", "daceml_train")}
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "processor": _cpuinfo("model name") or platform.processor(),
+        "processor": described(),
         "cores": len(os.sched_getaffinity(0)),
         "versions": versions | {"python": platform.python_version()},
     }

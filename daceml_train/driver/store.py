@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import hashlib
-import platform
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -15,6 +14,7 @@ from typing import Protocol, TypeVar, cast
 
 import daceml_train.frontends
 import daceml_train.transformations
+from daceml_train import processor
 from daceml_train.driver.records import Record
 from daceml_train.driver.settings import Settings
 from daceml_train.errors import NotCompiled
@@ -87,8 +87,5 @@ def environment() -> str:
         for path in sorted(Path(package.__path__[0]).resolve().rglob("*")):
             if path.suffix in (".py", ".h", ".cpp"):
                 own.update(path.read_bytes())
-    flags = ""
-    if (info := Path("/proc/cpuinfo")).exists():
-        flags = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
     versions = [f"{name} {version(name)}" for name in ("torch", "dace", "sympy")]
-    return "\n".join([own.hexdigest(), *versions, platform.machine(), flags])
+    return "\n".join([own.hexdigest(), *versions, processor.properties()])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from daceml_train.runtime.roofline import processor
+from daceml_train import processor
 
 LOADED, LEAST_WAIT = 0.05, 1e-3
 """The share of the time, and the seconds, that threads of ours may wait for a processor while times are trusted."""
@@ -24,7 +24,7 @@ def cores() -> int:
 @functools.cache
 def machine() -> str:
     """What measured times are valid for: PyTorch, the processor, and how many cores of it this process may use."""
-    return f"{torch.__version__}, {cores()} cores of {processor()}"
+    return f"{torch.__version__}, {cores()} cores of {processor.described()}"
 
 
 class Load:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from daceml_train import processor
 from daceml_train.storage.files import keep
 
 COPIED = 1 << 28
@@ -44,7 +44,7 @@ class Machine:
 
 def machine(folder: Path | None = None, again: bool = False) -> Machine:
     """The figures for the present number of threads, read from `folder` or measured (which takes a second)."""
-    name, threads = processor(), torch.get_num_threads()
+    name, threads = processor.described(), torch.get_num_threads()
     path = folder / f"roofline-{threads}.json" if folder is not None else None
     if path is not None and not again:
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -55,15 +55,6 @@ def machine(folder: Path | None = None, again: bool = False) -> Machine:
     if path is not None:
         keep(path, (json.dumps(asdict(measured)) + "\n").encode())
     return measured
-
-
-def processor() -> str:
-    """The processor's name."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def bandwidth(copied: int = COPIED) -> float:

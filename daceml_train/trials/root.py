@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from daceml_train import processor
 from daceml_train.driver.micro_batches import MicroBatchedStep
 from daceml_train.driver.step import TrainingStep
-from daceml_train.runtime.roofline import processor
 from daceml_train.trials.fingerprints import Seen, fingerprint, hooks
 from daceml_train.trials.keys import digest
 from daceml_train.trials.state import State, Training
@@ -59,7 +59,7 @@ def versions(step: TrainingStep) -> str:
         "daceml_train": importlib.import_module("daceml_train").__version__,
         "numpy": np.__version__,
         "threads": torch.get_num_threads(),
-        "processor": processor(),
+        "processor": processor.described(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name(device) if kind == "cuda" else str(device),
         "deterministic": torch.are_deterministic_algorithms_enabled(),

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ TORCH = {
 DTYPES = {there: here for here, there in TORCH.items()}
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 FOLDER = cache_folder() / "kernels"
+BEYOND = 1 << 18
+"""Bytes after a scratch array that must stay as they are."""
 Body = Callable[..., Value | Sequence[Value]]
 
 
@@ -156,3 +159,14 @@ def check(cases: Sequence[Case]) -> None:
         if not error <= case.tolerance:
             wrong.append(f"{case.name}: {error:.3g}")
     assert not wrong, "\n".join(wrong)
+
+
+def launch(code: KernelCode, path: Path, tensors: Sequence[torch.Tensor], blocks: int) -> None:
+    """Run code whose only symbol is the number of blocks: operands, then results. It stays within its scratch."""
+    sizes = [number(size, blocks=blocks) for size in code.scratch]
+    scratch = [torch.full((size + BEYOND,), 255, dtype=torch.uint8) for size in sizes]
+    memory = [*tensors, *scratch]
+    pointers = (ctypes.c_void_p * len(memory))(*(x.data_ptr() for x in memory))
+    integers = (ctypes.c_int64 * len(code.integers))(*(number(i, blocks=blocks) for i in code.integers))
+    FUNCTION(load(path, code.key))(pointers, integers)
+    assert all((x[size:] == 255).all() for x, size in zip(scratch, sizes, strict=True)), "beyond its scratch"

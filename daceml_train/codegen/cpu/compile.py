@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from daceml_train import processor
 from daceml_train.codegen.compiler import compiler_command, failure, run
 from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.errors import CompilerError
@@ -55,12 +56,7 @@ HEADERS = Path(__file__).parents[1] / "library" / "native"
 @functools.cache
 def _machine() -> str:
     """A hash of the flags and of the processor's properties that `-march=native` uses."""
-    processor = ""
-    if (info := Path("/proc/cpuinfo")).exists():
-        wanted = ("flags", "Features", "model name", "cpu family", "model")
-        lines = info.read_text().split("\n\n")[0].splitlines()
-        processor = "\n".join(line for line in lines if line.split("\t")[0].strip() in wanted)
-    return hashlib.sha256("\n".join([*FLAGS, platform.machine(), processor]).encode()).hexdigest()[:12]
+    return hashlib.sha256("\n".join([*FLAGS, processor.properties()]).encode()).hexdigest()[:12]
 
 
 @functools.cache

@@ -26,14 +26,15 @@ from daceml_train.ops.elementwise import TABLE, Cast, Elementwise, Full
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.read import Read
 from daceml_train.ops.reduction import Reduce
+from daceml_train.processor import vector_bytes, vector_registers
 from daceml_train.tensor import DType, Tensor
 
-LANES = 16
+LANES = vector_bytes() // 4
 LONGEST = 1024
 """Terms that are summed in float32: longer sums are left to kernels that accumulate in float64."""
 SHORT = 256
 """Terms of reductions over several axes that are tiled although nothing reads windows."""
-REGISTERS = 28
+REGISTERS = vector_registers() - 4
 """Vectors that a tile keeps."""
 CALLED = 10
 """Operations of elementwise operators that call functions, which cost several times what they count."""
@@ -272,7 +273,7 @@ class _Nest:
 
     def along_v(self, s: TileSchedule, tu: int) -> str:
         parts, start = [], 0
-        for width, count in ((LANES, s.nv), (LANES, 1), (8, 1), (4, 1), (2, 1), (1, 1)):
+        for width, count in ((LANES, s.nv), *((width, 1) for width in (16, 8, 4, 2, 1) if width <= LANES)):
             step = width * count
             n = (self.sizes[s.v] - start) // step
             if n:

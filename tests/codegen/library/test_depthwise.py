@@ -1,17 +1,17 @@
 """The weight gradient of depthwise convolutions: code of our own against PyTorch's, in double precision."""
 
-import ctypes
 from pathlib import Path
 
 import pytest
 import torch
 
-from daceml_train.codegen.cpu.compile import compile_kernels, load
+from daceml_train.codegen.cpu.compile import compile_kernels
 from daceml_train.codegen.kernel.loops import Layout
 from daceml_train.codegen.library import depthwise
 from daceml_train.codegen.library.depthwise import depthwise_weight_gradient
 from daceml_train.ops.convolution import ConvolutionWeightGrad
 from daceml_train.tensor import DType, Tensor, symbol
+from tests.codegen.running import launch
 
 CASES = [  # images, channels, height, width, kernel, stride, padding, dilation
     (2, 24, 9, 7, (3, 3), (1, 1), (1, 1), (1, 1)),
@@ -40,7 +40,7 @@ def operator(c: int, kernel, stride, padding, dilation) -> ConvolutionWeightGrad
 
 
 @pytest.mark.compiled
-def test_equals_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_pytorch(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes with remainders, all strides, dilations, paddings; blocks; slices as operands; 32 and 64 bits."""
     torch.manual_seed(0)
     monkeypatch.setattr(depthwise, "FAST", 0)
@@ -55,9 +55,8 @@ def test_equals_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         code = depthwise_weight_gradient(operator(c, kernel, *window), [layout(g), layout(x)])
         assert code is not None
         results.append((code, g, x, kernel, window))
-    paths = compile_kernels([m[0] for m in results], tmp_path)
+    paths = compile_kernels([m[0] for m in results], tmp_path, compiler=compiler)
     for code, g, x, kernel, (stride, padding, dilation) in results:
-        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(load(paths[code.key], code.key))
         c = x.shape[1]
         expected = torch.ops.aten.convolution_backward(
             g.double(),
@@ -74,10 +73,7 @@ def test_equals_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         )[1]
         for blocks in (1, 3):
             result = torch.full((c, 1, *kernel), float("nan"), dtype=x.dtype)
-            scratch = torch.full((int(code.scratch[0].subs(symbol("blocks"), blocks)),), 255, dtype=torch.uint8)
-            pointers = (ctypes.c_void_p * 4)(*(t.data_ptr() for t in (g, x, result, scratch)))
-            integers = (ctypes.c_int64 * len(code.integers))(blocks, *code.integers[1:])
-            function(ctypes.addressof(pointers), ctypes.addressof(integers))
+            launch(code, paths[code.key], [g, x, result], blocks)
             scale = float(expected.abs().max()) or 1.0
             error = float((result.double() - expected).abs().max()) / scale
             assert error < (1e-13 if x.dtype is torch.float64 else 1e-6), (code, blocks)

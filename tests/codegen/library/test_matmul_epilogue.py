@@ -1,17 +1,13 @@
 """Kernels around matmuls with packed weights: all windows, tails of rows and columns, threads, what follows."""
 
-import ctypes
 import math
-import platform
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from daceml_train.codegen.compiler import compiler_command
-from daceml_train.codegen.cpu.compile import compile_kernels, load
-from daceml_train.codegen.cpu.launch import KernelCode
+from daceml_train.codegen.cpu.compile import compile_kernels
 from daceml_train.codegen.kernel.loops import Layout
 from daceml_train.codegen.library.matmul_epilogue import matmul_kernel
 from daceml_train.errors import Refused
@@ -20,7 +16,8 @@ from daceml_train.ops.kernel import Kernel, Statement
 from daceml_train.ops.movement import Slice, View
 from daceml_train.ops.packed import PANEL, Packed, PackedConvolution, PackedDepthwise, PackedMatmul
 from daceml_train.ops.reduction import Reduce
-from daceml_train.tensor import DType, symbol
+from daceml_train.tensor import DType
+from tests.codegen.running import launch
 
 CASES = [  # images, channels, height, width, columns, kernel, stride, padding, dilation
     (2, 16, 6, 5, 32, (3, 3), (1, 1), (1, 1), (1, 1)),
@@ -47,17 +44,6 @@ def panels(matrix: torch.Tensor) -> torch.Tensor:
     wide = torch.full((depth, count * PANEL), 1e3)
     wide[:, :columns] = matrix
     return wide.view(depth, count, PANEL).permute(1, 0, 2).contiguous()
-
-
-def run(code: KernelCode, path: Path, tensors: list[torch.Tensor], blocks: int) -> None:
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(load(path, code.key))
-    sizes = [int(s if isinstance(s, int) else s.subs({symbol("blocks"): blocks})) for s in code.scratch]
-    scratch = [torch.full((size + (1 << 18),), 255, dtype=torch.uint8) for size in sizes]
-    tensors = [*tensors, *scratch]
-    pointers = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
-    integers = (ctypes.c_int64 * len(code.integers))(blocks, *map(int, code.integers[1:]))
-    function(ctypes.addressof(pointers), ctypes.addressof(integers))
-    assert all((held[size:] == 255).all() for held, size in zip(scratch, sizes, strict=True)), "beyond its scratch"
 
 
 def body(op: Packed, shape: tuple[int, ...]) -> Kernel:
@@ -99,13 +85,12 @@ def test_convolutions_equal_pytorchs(last: bool, tmp_path: Path) -> None:
     for code, operands, want, depth in results:
         for blocks in (1, 2, 3, 4, 5):
             result = torch.full_like(want, 7.0)
-            run(code, paths[code.key], [*operands, result], blocks)
+            launch(code, paths[code.key], [*operands, result], blocks)
             torch.testing.assert_close(result, want, rtol=1e-5, atol=1e-6 * depth, equal_nan=True)
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("without", ["", *["-mno-avx512f"] * (platform.machine() == "x86_64")])
-def test_convolutions_in_tiles_equal_pytorchs(without: str, tmp_path: Path) -> None:
+def test_convolutions_in_tiles_equal_pytorchs(compiler: str, tmp_path: Path) -> None:
     """Odd sizes, tails of columns, padding, images cut out of others; more tiles than fit at once; short vectors."""
     torch.manual_seed(0)
     results = []
@@ -128,12 +113,11 @@ def test_convolutions_in_tiles_equal_pytorchs(without: str, tmp_path: Path) -> N
         code = matmul_kernel(body(op, (1, k, 1, 1)), [*map(layout, operands)], [layout(want)])
         assert code is not None
         results.append((code, operands, want.relu() * 0.3 + other, 9 * c))
-    compiler = " ".join([*compiler_command(), without])
     paths = compile_kernels([m[0] for m in results], tmp_path, compiler=compiler)
     for code, operands, want, depth in results:
         for blocks in (1, 2, 3, 4):
             result = torch.full_like(want, 7.0)
-            run(code, paths[code.key], [*operands, result], blocks)
+            launch(code, paths[code.key], [*operands, result], blocks)
             torch.testing.assert_close(result, want, rtol=1e-5, atol=2e-6 * depth)
 
 
@@ -165,7 +149,7 @@ def test_depthwise_convolutions_equal_pytorchs(tmp_path: Path) -> None:
     for code, operands, want in results:
         for blocks in (1, 2, 3):
             result = torch.full_like(want, 7.0)
-            run(code, paths[code.key], [*operands, result], blocks)
+            launch(code, paths[code.key], [*operands, result], blocks)
             torch.testing.assert_close(result, want, rtol=1e-5, atol=1e-5)
 
 
@@ -195,7 +179,7 @@ def test_products_equal_pytorchs(transposed: bool, tmp_path: Path) -> None:
     for code, operands, want, depth in results:
         for blocks in (1, 2, 3, 4):
             result = torch.full_like(want, 7.0)
-            run(code, paths[code.key], [*operands, result], blocks)
+            launch(code, paths[code.key], [*operands, result], blocks)
             torch.testing.assert_close(result, want, rtol=1e-5, atol=1e-6 * depth)
 
 

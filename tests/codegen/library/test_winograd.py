@@ -1,20 +1,19 @@
 """Filters in tiles, and gradients for weights: kernels of our own against what the operators mean, in float64."""
 
-import ctypes
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from daceml_train.codegen.cpu.compile import compile_kernels, load
-from daceml_train.codegen.cpu.launch import KernelCode
+from daceml_train.codegen.cpu.compile import compile_kernels
 from daceml_train.codegen.kernel.loops import Layout
 from daceml_train.codegen.library.winograd import split_count, tiles_of, transformed_filters, weight_gradient
 from daceml_train.errors import Refused
 from daceml_train.ops.operator import Operator
 from daceml_train.ops.winograd import WinogradFilter, WinogradWeightGrad
-from daceml_train.tensor import DType, symbol
+from daceml_train.tensor import DType
+from tests.codegen.running import launch
 
 FILTERS = [(64, 32), (70, 33), (5, 3), (40, 24)]
 GRADIENTS = [  # images, results' channels, channels, height, width, padding
@@ -33,20 +32,8 @@ def last(t: torch.Tensor) -> torch.Tensor:
     return t.contiguous(memory_format=torch.channels_last)
 
 
-def run(code: KernelCode, path: Path, tensors: list[torch.Tensor], blocks: int) -> None:
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(load(path, code.key))
-    held = [
-        torch.empty(int(bytes_ if isinstance(bytes_, int) else bytes_.subs(symbol("blocks"), blocks)) // 4)
-        for bytes_ in code.scratch
-    ]
-    addresses = [t.data_ptr() for t in (*tensors, *held)] + [0]
-    pointers = (ctypes.c_void_p * len(addresses))(*addresses)
-    integers = (ctypes.c_int64 * len(code.integers))(blocks, *code.integers[1:])
-    function(ctypes.addressof(pointers), ctypes.addressof(integers))
-
-
 @pytest.mark.compiled
-def test_filters(tmp_path: Path) -> None:
+def test_filters(compiler: str, tmp_path: Path) -> None:
     """Row-major weights, with channels last, within others, and transposed; both directions."""
     torch.manual_seed(0)
     cases = []
@@ -58,15 +45,15 @@ def test_filters(tmp_path: Path) -> None:
                 (want,) = op.evaluate(w.double().numpy())
                 y = torch.full(want.shape, float("nan"))
                 cases.append((transformed_filters(op, [layout(w)], [layout(y)]), w, y, want))
-    paths = compile_kernels([code for code, *_ in cases], tmp_path)
+    paths = compile_kernels([code for code, *_ in cases], tmp_path, compiler=compiler)
     for code, w, y, want in cases:
         for blocks in (1, 3):
-            run(code, paths[code.key], [w, y.fill_(float("nan"))], blocks)
+            launch(code, paths[code.key], [w, y.fill_(float("nan"))], blocks)
             np.testing.assert_allclose(y.numpy(), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.compiled
-def test_gradients_of_weights(tmp_path: Path) -> None:
+def test_gradients_of_weights(compiler: str, tmp_path: Path) -> None:
     """Row-major results and others; sums in one part and in several: the bits do not depend on the number of blocks."""
     torch.manual_seed(0)
     cases = []
@@ -77,11 +64,11 @@ def test_gradients_of_weights(tmp_path: Path) -> None:
         for y in (torch.empty(k, c, 3, 3), last(torch.empty(k, c, 3, 3))):
             cases.append((weight_gradient(op, [layout(g), layout(x)], [layout(y)]), g, x, y, want))
     assert {len(code.scratch) for code, *_ in cases} == {1, 2}
-    paths = compile_kernels([code for code, *_ in cases], tmp_path)
+    paths = compile_kernels([code for code, *_ in cases], tmp_path, compiler=compiler)
     for code, g, x, y, want in cases:
         bits = []
         for blocks in (1, 2, 3):
-            run(code, paths[code.key], [g, x, y.fill_(float("nan"))], blocks)
+            launch(code, paths[code.key], [g, x, y.fill_(float("nan"))], blocks)
             np.testing.assert_allclose(y.numpy(), want, rtol=1e-4, atol=3e-6 * np.abs(want).max())
             bits.append(y.clone())
         assert all(torch.equal(bits[0], other) for other in bits)

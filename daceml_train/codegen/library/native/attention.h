@@ -5,15 +5,15 @@
 #pragma once
 #include "kernel.h"
 #include "random.h"
+#include "vectors.h"
 
 namespace vm {
 constexpr int64_t BAND = 32;  // queries whose scores are in cache together; codegen/library/templates.py sizes the scratch by it
 
-template <typename T> struct Lanes {
-  typedef T type __attribute__((vector_size(64), aligned(sizeof(T)), may_alias));
-  static constexpr int64_t count = 64 / sizeof(T);
-};
-template <typename T> inline int64_t padded(int64_t n) { return vm_groups(n, Lanes<T>::count) * Lanes<T>::count; }
+// Rows in scratch are whole cache lines, as in codegen/library/templates.py.
+template <typename T> inline int64_t padded(int64_t n) { return vm_groups(n, 64 / sizeof(T)) * (64 / sizeof(T)); }
+
+constexpr int TILE_ROWS = REGISTERS == 32 ? 4 : 6, TILE_VECTORS = REGISTERS == 32 ? 4 : 2;  // sums that registers hold
 
 // c[R, C lanes] = (add ? c : 0) + a[R, depth] b[depth, C lanes]
 template <typename T, int R, int C>
@@ -22,33 +22,44 @@ inline void tile(int64_t depth, const T* a, int64_t row, int64_t column, const T
   using V = typename Lanes<T>::type;
   constexpr int64_t L = Lanes<T>::count;
   V sum[R][C];
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
     for (int n = 0; n < C; ++n) sum[r][n] = add ? *(const V*)(c + r * c_row + n * L) : V{};
+#pragma GCC unroll 1
   for (int64_t k = 0; k < depth; ++k) {
     V right[C];
+#pragma GCC unroll 16
     for (int n = 0; n < C; ++n) right[n] = *(const V*)(b + k * b_row + n * L);
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const T left = a[r * row + k * column];
+#pragma GCC unroll 16
       for (int n = 0; n < C; ++n) sum[r][n] += left * right[n];
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
     for (int n = 0; n < C; ++n) *(V*)(c + r * c_row + n * L) = sum[r][n];
 }
 template <typename T, int C>
-inline void stripe(int64_t rows, int64_t depth, const T* a, int64_t row, int64_t column, const T* b, int64_t b_row, T* c,
-                   int64_t c_row, bool add) {
+__attribute__((noinline)) void stripe(int64_t rows, int64_t depth, const T* a, int64_t row, int64_t column, const T* b,
+                                      int64_t b_row, T* c, int64_t c_row, bool add) {
   int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) tile<T, 4, C>(depth, a + r * row, row, column, b, b_row, c + r * c_row, c_row, add);
+  for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
+    tile<T, TILE_ROWS, C>(depth, a + r * row, row, column, b, b_row, c + r * c_row, c_row, add);
+  for (; r + 2 <= rows; r += 2) tile<T, 2, C>(depth, a + r * row, row, column, b, b_row, c + r * c_row, c_row, add);
   for (; r < rows; ++r) tile<T, 1, C>(depth, a + r * row, row, column, b, b_row, c + r * c_row, c_row, add);
 }
 // c[rows, columns] = (add ? c : 0) + a[rows, depth] b[depth, columns]; columns are whole vectors, a has any strides
 template <typename T>
 inline void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t row, int64_t column, const T* b,
                      int64_t b_row, T* c, int64_t c_row, bool add) {
-  constexpr int64_t L = Lanes<T>::count;
+  constexpr int64_t L = Lanes<T>::count, AT_ONCE = TILE_VECTORS * L;
   int64_t n = 0;
-  for (; n + 4 * L <= columns; n += 4 * L) stripe<T, 4>(rows, depth, a, row, column, b + n, b_row, c + n, c_row, add);
+  for (; n + AT_ONCE <= columns; n += AT_ONCE)
+    stripe<T, TILE_VECTORS>(rows, depth, a, row, column, b + n, b_row, c + n, c_row, add);
   for (; n < columns; n += L) stripe<T, 1>(rows, depth, a, row, column, b + n, b_row, c + n, c_row, add);
 }
 // to[rows, width] = from by strides, zeros up to `width`
@@ -63,41 +74,23 @@ inline void pack(int64_t rows, int64_t columns, const T* from, int64_t row, int6
     for (int64_t c = columns; c < width; ++c) to[r * width + c] = T(0);
   }
 }
-// Rows and columns of 16 vectors change places: blocks of 8, 4, 2 and 1 off the diagonal do, one size after the other.
-inline void turn(Lanes<float>::type (&v)[16]) {
-  typedef int32_t Places __attribute__((vector_size(64)));
-#pragma GCC unroll 4
-  for (int s = 8; s > 0; s /= 2) {
-    Places first, second;
-#pragma GCC unroll 16
-    for (int l = 0; l < 16; ++l) {
-      first[l] = l & s ? 16 + (l ^ s) : l;
-      second[l] = l & s ? 16 + l : l ^ s;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
-      if (i & s) continue;
-      const Lanes<float>::type a = v[i], b = v[i + s];
-      v[i] = __builtin_shuffle(a, b, first);
-      v[i + s] = __builtin_shuffle(a, b, second);
-    }
-  }
-}
 // to[columns, width] = from[rows, columns]^T, whose columns lie side by side
 inline void pack_turned(int64_t rows, int64_t columns, const float* from, int64_t row, float* to, int64_t width) {
+  using V = Lanes<float>::type;
+  constexpr int L = Lanes<float>::count;
   int64_t r = 0;
-  for (; r + 16 <= rows; r += 16) {
+  for (; r + L <= rows; r += L) {
     int64_t c = 0;
-    for (; c + 16 <= columns; c += 16) {
-      Lanes<float>::type block[16];
+    for (; c + L <= columns; c += L) {
+      V block[L];
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) block[i] = *(const Lanes<float>::type*)(from + (r + i) * row + c);
-      turn(block);
+      for (int i = 0; i < L; ++i) block[i] = *(const V*)(from + (r + i) * row + c);
+      transpose(block);
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) *(Lanes<float>::type*)(to + (c + i) * width + r) = block[i];
+      for (int i = 0; i < L; ++i) *(V*)(to + (c + i) * width + r) = block[i];
     }
     for (; c < columns; ++c)
-      for (int64_t i = 0; i < 16; ++i) to[c * width + r + i] = from[(r + i) * row + c];
+      for (int64_t i = 0; i < L; ++i) to[c * width + r + i] = from[(r + i) * row + c];
   }
   for (int64_t c = 0; c < columns; ++c) {
     for (int64_t i = r; i < rows; ++i) to[c * width + i] = from[i * row + c];

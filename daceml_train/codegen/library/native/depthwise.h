@@ -1,7 +1,9 @@
 // The weight gradient of a depthwise convolution whose arrays have their channels last: every kernel element of a
-// block of channels is an accumulator in a register while a row of the image passes by. Rows are summed in double.
+// block of channels is an accumulator in a register while a row of the image passes by, or those of one row of the kernel
+// are if there are too few registers for all. Rows are summed in double.
 #pragma once
 #include "team.h"
+#include "vectors.h"
 #include <cstdint>
 #include <cstring>
 
@@ -59,7 +61,7 @@ inline void add_rows(const Shape& s, const T* g, const T* x, int64_t from, doubl
 
 template <typename T, int L, int KH, int KW>
 inline void add_row(const Shape& s, const T* g, const T* x, int64_t top, double* sum) {
-  if constexpr (KH * KW <= 25) {
+  if constexpr (KH * KW <= (vm::REGISTERS == 32 ? 25 : 9)) {
     if (top >= 0 && top + (KH - 1) * s.dilation_row < s.height) {
       add_rows<T, L, KH, KW, 0, KH>(s, g, x, top, sum);
       return;
@@ -74,7 +76,7 @@ inline void add_row(const Shape& s, const T* g, const T* x, int64_t top, double*
 // pointers: cotangent, input, result [channels, 1, KH, KW], scratch of `blocks` times KH * KW * channels doubles.
 template <typename T, int KH, int KW>
 void weight_gradient(void** pointers, const int64_t* integers) {
-  constexpr int L = 64 / sizeof(T);
+  constexpr int L = vm::Lanes<T>::count;
   const T *g = (const T*)pointers[0], *x = (const T*)pointers[1];
   T* result = (T*)pointers[2];
   double* scratch = (double*)pointers[3];
@@ -91,7 +93,8 @@ void weight_gradient(void** pointers, const int64_t* integers) {
       const T *from = x + image * s.x_image, *of = g + image * s.g_image + row * s.g_row;
       int64_t top = row * s.stride_row - s.padding_row;
       for (; c + L <= s.channels; c += L) add_row<T, L, KH, KW>(s, of + c, from + c, top, sum + c);
-      for (; c + 4 <= s.channels; c += 4) add_row<T, 4, KH, KW>(s, of + c, from + c, top, sum + c);
+      if constexpr (L > 4)
+        for (; c + 4 <= s.channels; c += 4) add_row<T, 4, KH, KW>(s, of + c, from + c, top, sum + c);
       for (; c < s.channels; ++c) add_row<T, 1, KH, KW>(s, of + c, from + c, top, sum + c);
     }
   }

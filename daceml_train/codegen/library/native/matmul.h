@@ -4,21 +4,17 @@
 #include <cstdint>
 #include <cstring>
 #include "kernel.h"
+#include "vectors.h"
 
 namespace product {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16, ROWS = 14, USUAL = 12;
-#elif defined(__AVX__)
-constexpr int LANES = 8, ROWS = 3, USUAL = 3;
-#else
-constexpr int LANES = 4, ROWS = 3, USUAL = 3;
-#endif
-// USUAL rows of a panel are as many sums as leave registers to spare, ROWS as many as there are registers for.
+typedef vm::Lanes<float>::type Vector;
+constexpr int LANES = vm::Lanes<float>::count, ACROSS = 2;
+constexpr int ROWS = vm::REGISTERS == 32 ? 14 : 6, USUAL = vm::REGISTERS == 32 ? 12 : 6;
+// Tiles of ACROSS vectors: USUAL rows are as many sums as leave registers to spare, ROWS as many as there are registers for.
 constexpr int PANEL = 32;             // as in ops/packed.py
 constexpr int64_t BLOCK = 64;         // tiles of rows whose addresses are at hand, as in codegen/library/matmul_epilogue.py
 constexpr int64_t CACHED = 1 << 20;   // bytes of rows that a panel meets before the next one comes
-typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 // Sizes and strides in elements, in the order in which the launch passes them after the number of blocks. A matmul of
 // matrices is a convolution of images of one pixel.
@@ -93,7 +89,11 @@ static void multiply(const float* const* rows, int64_t taps, int64_t channels, c
 template <int N>
 static void multiply(int64_t count, const float* const* rows, int64_t taps, int64_t channels, const float* panel,
                      Ahead ahead, float* tile) {
-  if (ROWS <= 3 || count > 12) return multiply<ROWS, N>(rows, taps, channels, panel, ahead, tile);
+  if constexpr (N > ACROSS) {
+    multiply<ACROSS>(count, rows, taps, channels, panel, ahead, tile);
+    return multiply<N - ACROSS>(count, rows, taps, channels, panel + ACROSS * LANES, {(const char*)panel, 0}, tile + ACROSS * LANES);
+  }
+  if (count > 12) return multiply<ROWS, N>(rows, taps, channels, panel, ahead, tile);
   if (count > 8) return multiply<ROWS < 12 ? ROWS : 12, N>(rows, taps, channels, panel, ahead, tile);
   if (count > 4) return multiply<ROWS < 8 ? ROWS : 8, N>(rows, taps, channels, panel, ahead, tile);
   if (count > 1) return multiply<ROWS < 4 ? ROWS : 4, N>(rows, taps, channels, panel, ahead, tile);

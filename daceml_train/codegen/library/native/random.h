@@ -1,6 +1,7 @@
 // Random numbers of generated kernels: Philox2x32-10, as in ops/random.py. Only kernels that draw include this.
 #pragma once
 #include "vector_math.h"
+#include "vectors.h"
 
 namespace vm {
 
@@ -27,22 +28,32 @@ VM float drawn(uint64_t key, uint64_t index) {
   return (float)(int32_t)(low >> 8) * 5.9604644775390625e-8f;
 }
 
-#if defined(__AVX512F__) && !defined(__clang__)
+#if defined(__AVX2__) && !defined(__clang__)
 // gcc makes of 32-bit products with 64 bits 64-bit ones, which take three times as long, and packs and unpacks between
-// rounds. So `omp simd` loops call this function for 16 numbers at once, under the name that the vector ABI gives it.
-typedef float Float16 __attribute__((vector_size(64)));
-typedef int32_t Int16 __attribute__((vector_size(64)));
-typedef uint32_t Word16 __attribute__((vector_size(64)));
-typedef uint64_t Word8 __attribute__((vector_size(64)));
-typedef long long Long8 __attribute__((vector_size(64)));
+// rounds. So `omp simd` loops call this function for a vector of numbers at once, under the name that the vector ABI gives
+// it.
+typedef float Floats __attribute__((vector_size(VECTOR)));
+typedef int32_t Ints __attribute__((vector_size(VECTOR)));
+typedef uint32_t Words __attribute__((vector_size(VECTOR)));
+typedef uint64_t Longs __attribute__((vector_size(VECTOR)));
+#if defined(__AVX512F__)
+#define VM_AT_ONCE 16
+#define VM_UNIFORM "_ZGVeN16uv_vm_uniform"
+typedef long long Signed __attribute__((vector_size(VECTOR)));
+VM Longs low_products(Ints a, Ints b) { return (Longs)__builtin_ia32_pmuludq512_mask(a, b, Signed{}, 0xff); }
+#else
+#define VM_AT_ONCE 8
+#define VM_UNIFORM "_ZGVdN8uv_vm_uniform"
+VM Longs low_products(Ints a, Ints b) { return (Longs)__builtin_ia32_pmuludq256(a, b); }
+#endif
 
-VM Word8 low_words(uint64_t key, Word8 index) {  // in the lower halves; the upper ones hold anything
+VM Longs low_words(uint64_t key, Longs index) {  // in the lower halves; the upper ones hold anything
   uint32_t k = (uint32_t)key;
-  Word8 low = index, high = (index >> 32) ^ (key >> 32);
-  const Int16 multiplier = (Int16)((Word8){} + 0xD256D193u);
+  Longs low = index, high = (index >> 32) ^ (key >> 32);
+  const Ints multiplier = (Ints)((Longs){} + 0xD256D193u);
 #pragma GCC unroll 10
   for (int round = 0; round < 10; ++round) {
-    Word8 wide = (Word8)__builtin_ia32_pmuludq512_mask((Int16)low, multiplier, (Long8){}, 0xff);
+    Longs wide = low_products((Ints)low, multiplier);
     low = (wide >> 32) ^ (uint64_t)k ^ high;
     high = wide;
     k += 0x9E3779B9u;
@@ -50,16 +61,19 @@ VM Word8 low_words(uint64_t key, Word8 index) {  // in the lower halves; the upp
   return low;
 }
 extern "C" {
-#pragma omp declare simd simdlen(16) uniform(key) notinbranch
+#pragma omp declare simd simdlen(VM_AT_ONCE) uniform(key) notinbranch
 __attribute__((const)) float vm_uniform(uint64_t key, uint64_t index);
 
 float vm_uniform_of_one(uint64_t key, uint64_t index) asm("vm_uniform");
 float vm_uniform_of_one(uint64_t key, uint64_t index) { return drawn(key, index); }
-Float16 vm_uniform_of_16(uint64_t key, Word8 first, Word8 second) asm("_ZGVeN16uv_vm_uniform");
-Float16 vm_uniform_of_16(uint64_t key, Word8 first, Word8 second) {
-  const Word16 a = (Word16)low_words(key, first), b = (Word16)low_words(key, second);
-  const Word16 low = __builtin_shuffle(a, b, (Word16){0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30});
-  return __builtin_convertvector((Int16)(low >> 8), Float16) * 5.9604644775390625e-8f;
+Floats vm_uniform_at_once(uint64_t key, Longs first, Longs second) asm(VM_UNIFORM);
+Floats vm_uniform_at_once(uint64_t key, Longs first, Longs second) {
+  const Words a = (Words)low_words(key, first), b = (Words)low_words(key, second);
+  Words halves;
+#pragma GCC unroll 16
+  for (int i = 0; i < VM_AT_ONCE; ++i) halves[i] = 2 * i;
+  const Words low = __builtin_shuffle(a, b, halves);
+  return __builtin_convertvector((Ints)(low >> 8), Floats) * 5.9604644775390625e-8f;
 }
 }
 VM float uniform_float(uint64_t key, uint64_t index) { return vm_uniform(key, index); }

@@ -13,31 +13,6 @@ struct Filters {
   int64_t columns, rows, column, row, down, right, turned, elements;
 };
 
-template <int STEP> static inline void exchange(Vector* x) {
-  typedef int Lanes __attribute__((vector_size(4 * LANES)));
-  Lanes low, high;
-#pragma GCC unroll 16
-  for (int l = 0; l < LANES; ++l) {
-    low[l] = l & STEP ? LANES + l - STEP : l;
-    high[l] = l & STEP ? LANES + l : l + STEP;
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < LANES; ++i)
-    if (!(i & STEP)) {
-      Vector a = x[i], b = x[i + STEP];
-      x[i] = __builtin_shuffle(a, b, low);
-      x[i + STEP] = __builtin_shuffle(a, b, high);
-    }
-}
-
-// A square of numbers, one vector for each row, becomes its transpose.
-static inline void transpose(Vector* x) {
-  if (LANES >= 16) exchange<8 % LANES>(x);
-  if (LANES >= 8) exchange<4 % LANES>(x);
-  exchange<2>(x);
-  exchange<1>(x);
-}
-
 // COUNT consecutive numbers for each of LANES columns, `step` elements apart, of which `there` exist: to[i] has the numbers i.
 template <int COUNT>
 static inline void columns_of(const float* from, int64_t step, int64_t there, const float* last, Vector* to, int64_t every) {
@@ -55,7 +30,7 @@ static inline void columns_of(const float* from, int64_t step, int64_t there, co
         memcpy(&x[l], some, sizeof(some));
       }
     }
-    transpose(x);
+    vm::transpose(x);
     const int made = COUNT - begin < LANES ? COUNT - begin : LANES;
 #pragma GCC unroll 16
     for (int i = 0; i < made; ++i) to[(begin + i) * every] = x[i];

@@ -96,13 +96,13 @@ class Sums {
       const int64_t begin = first + (last - first) * turn / turns, end = first + (last - first) * (turn + 1) / turns;
       for (int64_t t = begin; t < end; ++t) prepare(t, t - begin, channel, channels, column, columns);
       for (int q = 0; q < 16; ++q)
-        for (int64_t k = 0; k < columns; k += PANEL) {
+        for (int64_t k = 0; k < columns; k += ACROSS * LANES) {
           const float *d = pixels_ + q * CHUNK * PITCH, *e = results_ + q * CHUNK * PITCH + k;
           float* to = sums + q * SIDE * SIDE + k;
-          if (columns - k >= PANEL)
-            accumulate<PANEL / LANES>(d, e, end - begin, channels, to);
+          if (columns - k >= ACROSS * LANES)
+            accumulate<ACROSS>(d, e, end - begin, channels, to);
           else
-            accumulate<PANEL / LANES / 2>(d, e, end - begin, channels, to);
+            accumulate<ACROSS / 2>(d, e, end - begin, channels, to);
         }
     }
   }
@@ -160,7 +160,7 @@ static void finish(const Gradient& s, const float* sums, int64_t step, int64_t c
       float* to = w + k * s.w_outer + c * s.w_channel;
       if (dense) {
         for (int b = 0; b < TAPS; ++b) {
-          transpose(made + b * LANES);
+          vm::transpose(made + b * LANES);
           for (int l = 0; l < LANES; ++l) *(Vector*)(to + l * s.w_outer + b * LANES) = made[b * LANES + l];
         }
       } else {
