@@ -7,6 +7,7 @@ from typing import Any
 
 import sympy
 
+from daceml_train.frontends.torch.rules.numbers import held
 from daceml_train.frontends.torch.rules.translate import RULES, Translator, rule
 from daceml_train.ops.operator import Value
 from daceml_train.tensor import Dim, DType, Shape
@@ -19,7 +20,7 @@ def _full(t: Translator, like: Any, value: Any, *position: Any, **options: Any) 
     result = t.type
     if isinstance(value, Value):
         return value.cast(result.dtype).expand(result.shape)
-    return t.full(value, result.shape, result.dtype)
+    return t.full(held(value, result.dtype), result.shape, result.dtype)
 
 
 def _filled(t: Translator, *arguments: Any, value: int, **options: Any) -> Value:
@@ -48,7 +49,7 @@ def _zero(t: Translator, x: Value) -> Value:
 
 @rule("scalar_tensor.default")
 def _scalar_tensor(t: Translator, value: Any, **options: Any) -> Value:
-    return t.value(value, t.type.dtype)
+    return t.value(held(value, t.type.dtype), t.type.dtype)
 
 
 @rule("arange.start_step", "arange.default", "arange.start")
