@@ -14,6 +14,8 @@ OFTEN = 8
 """How often a costly value may be computed in one kernel, at most."""
 FLOPS = 9
 """Operations per element that a kernel may spend on values which it computes often."""
+IMAGE, CHANNEL = 4, 1
+"""Dimensions of an array that may hold images, and which of these then counts channels."""
 WORK = 150_000
 """Operations that are worth a kernel of their own: 5 us of a core that computes 16 elements at a time."""
 
@@ -68,12 +70,14 @@ def times(grouping: Grouping, name: str, consumer: Group) -> float:
 
 def _added(shape: Shape, wider: Shape) -> Dim:
     """The elements of dimensions along which an array is repeated; 1 if these are the last ones, or all: a loop over
-    the others computes the value once.
+    the others computes the value once. Not the pixels of images, whose channels may become the innermost loop.
     """
     shape = (1,) * (len(wider) - len(shape)) + tuple(shape)
     new = [d for d, (a, b) in enumerate(zip(shape, wider, strict=True)) if same(a, 1) and not same(b, 1)]
     own = [d for d, a in enumerate(shape) if not same(a, 1)]
-    return 1 if not own or (new and max(own) < min(new)) else product(wider[d] for d in new)
+    pixels = len(wider) >= IMAGE and own[-1:] == [CHANNEL]
+    once = not own or (new and own[-1] < new[0] and not pixels)
+    return 1 if once else product(wider[d] for d in new)
 
 
 __all__ = ["FLOPS", "OFTEN", "repeated", "spent", "times"]

@@ -193,6 +193,7 @@ PASSES = FuseElementwise(), FuseIntoReduction(), DuplicateCheapProducers()
         ((128, 64, 1), (128, 64, 48), False),  # a loop over the others computes it once
         ((1, 128, 64), (4, 128, 64), False),  # four times
         ((128, 1, 64), (128, 4, 64), False),
+        ((128, 64, 1, 1), (128, 64, 8, 7), True),  # pixels: channels may become the innermost loop
     ],
 )
 @pytest.mark.parametrize("end", ["", '%s = reduce(%y, kind="sum", dims=(0,), keepdim=True)'], ids=["", "sum"])
