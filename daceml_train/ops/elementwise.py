@@ -79,6 +79,11 @@ TABLE: dict[str, Row] = {
         ("where((a >= b) & (a <= c), g, 0)", "where((a < b) & (b < c), g, 0)", "where(a > c, g, where(c < b, g, 0))"),
         2,
     ),
+    "hardtanh": Row(  # clamp, whose operand has no gradient where it is equal to a bound
+        "min(c, max(b, a))",
+        ("where((a > b) & (a < c), g, 0)", "where((a < b) & (b < c), g, 0)", "where(a > c, g, where(c < b, g, 0))"),
+        2,
+    ),
     "clamp_min": Row("max(b, a)", ("where(a >= b, g, 0)", "where(a < b, g, 0)")),
     "clamp_max": Row("min(b, a)", ("where(a <= b, g, 0)", "where(a > b, g, 0)")),
     "where": Row("where(a, b, c)", (None, "where(a, g, 0)", "where(a, 0, g)")),

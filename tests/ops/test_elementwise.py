@@ -35,6 +35,9 @@ TORCH: dict[str, Any] = {
     ),  # PyTorch's gradient has no derivative
     "hardswish": F.hardswish,
     "clamp": lambda *xs: torch.clamp(*torch.broadcast_tensors(*xs)),
+    "hardtanh": lambda a, b, c: torch.where(
+        (a > b) & (a < c), a, torch.clamp(*torch.broadcast_tensors(a.detach(), b, c))
+    ),
     "xlog1py": torch.special.xlog1py,
     "scaled_mul": lambda a, b, c: c * a * b,
     "scaled_div": lambda a, b, c: c * a / b,

@@ -242,9 +242,7 @@ def _clamp_max(t: Translator, x: Value, bound: Number) -> Value:
 
 @rule("hardtanh.default")
 def _hardtanh(t: Translator, x: Value, low: Number = -1, high: Number = 1) -> Value:
-    least, most = t.value(low, x.dtype), t.value(high, x.dtype)
-    inside = t.emit("logical_and", t.emit("gt", x, least), t.emit("lt", x, most))
-    return t.emit("where", inside, x, t.emit("detach", t.emit("clamp", x, least, most)))
+    return t.emit("hardtanh", x, t.value(low, x.dtype), t.value(high, x.dtype))
 
 
 @rule("relu6.default")
