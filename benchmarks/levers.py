@@ -54,7 +54,7 @@ LEVERS = (
     (
         "vectors no wider than the registers (attention, tiles of matmuls and Winograd, random numbers, expressions)",
         "on two cores of an AMD EPYC with AVX2: BERT 1218 to 759 ms, ViT-S 2354 to 956, FCN-8s 849 to 689, Wide ResNet "
-        "1349 to 1189; nothing where registers have 64 bytes",
+        "1349 to 1189",
     ),
     ("rows of embeddings and bags by a kernel of our own", "DLRM's step 0.91 to 1.34 times PyTorch's speed"),
     ("chunked gradients (`ChunkUpdates`)", "GPT-2 1 %, BERT and FCN-8s up to 2 % less time"),

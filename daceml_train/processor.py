@@ -34,10 +34,9 @@ def instructions() -> frozenset[str]:
 def described() -> str:
     """The processor and its widest vectors, such as `AMD EPYC, AVX-512 bf16`: what measured times are valid for."""
     name = cpuinfo().get("model name") or platform.processor() or platform.machine()
-    found = [title for flag, title in FEATURES.items() if flag in instructions()]
-    if not found and "avx2" in instructions():
-        found = ["AVX2"]
-    return ", ".join([name, *filter(None, [" ".join(found)])])
+    beyond = " ".join(title for flag, title in FEATURES.items() if flag in instructions())
+    widest = beyond or ("AVX2" if "avx2" in instructions() else "")
+    return f"{name}, {widest}" if widest else name
 
 
 def properties() -> str:

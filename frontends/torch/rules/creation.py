@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 
-from daceml_train.frontends.torch.rules.numbers import held
+from daceml_train.frontends.torch.rules.numbers import element, held
 from daceml_train.frontends.torch.rules.translate import RULES, Translator, rule
 from daceml_train.ops.operator import Value
 from daceml_train.tensor import Dim, DType, Shape
@@ -49,7 +49,7 @@ def _zero(t: Translator, x: Value) -> Value:
 
 @rule("scalar_tensor.default")
 def _scalar_tensor(t: Translator, value: Any, **options: Any) -> Value:
-    return t.value(held(value, t.type.dtype), t.type.dtype)
+    return element(t, value, t.type.dtype)
 
 
 @rule("arange.start_step", "arange.default", "arange.start")

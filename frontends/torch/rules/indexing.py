@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from daceml_train.frontends.torch.rules.numbers import held
+from daceml_train.frontends.torch.rules.numbers import element
 from daceml_train.frontends.torch.rules.translate import RULES, Translator, rule
 from daceml_train.ops.indexing import indexed
 from daceml_train.ops.operator import Value
@@ -152,7 +152,7 @@ def _index_fill(t: Translator, x: Value, dim: int, index: Value, value: Any) -> 
     if named is None:
         return None
     mask = named.view(tuple(n if d == dim else 1 for d, n in enumerate(x.shape)))
-    return t.emit("where", mask, t.value(held(value, x.dtype), x.dtype), x)
+    return t.emit("where", mask, element(t, value, x.dtype), x)
 
 
 # ---- along a dimension ---------------------------------------------------------------------------------------------

@@ -8,8 +8,15 @@ from typing import Any
 import torch
 
 from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.rules.translate import Translator
 from daceml_train.frontends.torch.types import TORCH_DTYPES
+from daceml_train.ops.operator import Value
 from daceml_train.tensor import DType
+
+
+def element(t: Translator, operand: Any, dtype: DType) -> Value:
+    """As `Translator.value`, where PyTorch refuses numbers that `dtype` does not hold."""
+    return t.value(held(operand, dtype), dtype)
 
 
 def held(number: Any, dtype: DType) -> Any:

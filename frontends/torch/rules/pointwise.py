@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from daceml_train.frontends.torch.capture.requirements import required
-from daceml_train.frontends.torch.rules.numbers import held
+from daceml_train.frontends.torch.rules.numbers import element
 from daceml_train.frontends.torch.rules.translate import RULES, Translator, promote, rule
 from daceml_train.ops.operator import Value
 from daceml_train.tensor import DType
@@ -211,12 +211,12 @@ def _pow(t: Translator, a: Number, b: Number) -> Value:
 @rule("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
 def _where(t: Translator, condition: Value, a: Number, b: Number) -> Value:
     dtype = t.type.dtype
-    return t.emit("where", _truth(t, condition), *(t.value(held(x, dtype), dtype) for x in (a, b)))
+    return t.emit("where", _truth(t, condition), element(t, a, dtype), element(t, b, dtype))
 
 
 @rule("masked_fill.Scalar", "masked_fill.Tensor")
 def _masked_fill(t: Translator, x: Value, mask: Value, value: Number) -> Value:
-    return t.emit("where", _truth(t, mask), t.value(held(value, x.dtype), x.dtype), x)
+    return t.emit("where", _truth(t, mask), element(t, value, x.dtype), x)
 
 
 # Piecewise functions select with `where`, so that the derivative at a kink is PyTorch's.
@@ -225,7 +225,7 @@ def _masked_fill(t: Translator, x: Value, mask: Value, value: Number) -> Value:
 @rule("clamp.default", "clamp.Tensor")
 def _clamp(t: Translator, x: Value, min: Number = None, max: Number = None) -> Value:
     dtype = t.type.dtype
-    bounds = [t.value(held(bound, dtype), dtype) for bound in (min, max) if bound is not None]
+    bounds = [element(t, bound, dtype) for bound in (min, max) if bound is not None]
     kind = "clamp" if len(bounds) == 2 else "clamp_max" if min is None else "clamp_min"
     return t.emit(kind, x.cast(dtype), *bounds) if bounds else x.cast(dtype)
 
@@ -412,4 +412,4 @@ def _device_put(t: Translator, x: Value, *options: Any, **more: Any) -> Value:
 
 @rule("fill.Scalar", "fill.Tensor")
 def _fill(t: Translator, x: Value, value: Number) -> Value:
-    return t.connected(t.value(held(value, x.dtype), x.dtype).expand(x.shape), x)
+    return t.connected(element(t, value, x.dtype).expand(x.shape), x)

@@ -86,18 +86,26 @@ static void multiply(const float* const* rows, int64_t taps, int64_t channels, c
     for (int v = 0; v < N; ++v) *(Vector*)(tile + r * PANEL + LANES * v) = sum[r][v];
 }
 
+// One tile of at most ACROSS vectors.
 template <int N>
-static void multiply(int64_t count, const float* const* rows, int64_t taps, int64_t channels, const float* panel,
-                     Ahead ahead, float* tile) {
-  if constexpr (N > ACROSS) {
-    multiply<ACROSS>(count, rows, taps, channels, panel, ahead, tile);
-    return multiply<N - ACROSS>(count, rows, taps, channels, panel + ACROSS * LANES, {(const char*)panel, 0}, tile + ACROSS * LANES);
-  }
+static void narrow(int64_t count, const float* const* rows, int64_t taps, int64_t channels, const float* panel,
+                   Ahead ahead, float* tile) {
   if (count > 12) return multiply<ROWS, N>(rows, taps, channels, panel, ahead, tile);
   if (count > 8) return multiply<ROWS < 12 ? ROWS : 12, N>(rows, taps, channels, panel, ahead, tile);
   if (count > 4) return multiply<ROWS < 8 ? ROWS : 8, N>(rows, taps, channels, panel, ahead, tile);
   if (count > 1) return multiply<ROWS < 4 ? ROWS : 4, N>(rows, taps, channels, panel, ahead, tile);
   multiply<1, N>(rows, taps, channels, panel, ahead, tile);
+}
+
+template <int N>
+static void multiply(int64_t count, const float* const* rows, int64_t taps, int64_t channels, const float* panel,
+                     Ahead ahead, float* tile) {
+  if constexpr (N > ACROSS) {
+    multiply<ACROSS>(count, rows, taps, channels, panel, ahead, tile);
+    multiply<N - ACROSS>(count, rows, taps, channels, panel + ACROSS * LANES, {(const char*)panel, 0}, tile + ACROSS * LANES);
+  } else {
+    narrow<N>(count, rows, taps, channels, panel, ahead, tile);
+  }
 }
 
 // The windows of a block of tiles: the addresses of their taps, or of copies of them.
