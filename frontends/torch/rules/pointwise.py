@@ -242,7 +242,7 @@ def _clamp_max(t: Translator, x: Value, bound: Number) -> Value:
 
 @rule("hardtanh.default")
 def _hardtanh(t: Translator, x: Value, low: Number = -1, high: Number = 1) -> Value:
-    return t.emit("hardtanh", x, t.value(low, x.dtype), t.value(high, x.dtype))
+    return t.emit("hardtanh", x, element(t, low, x.dtype), element(t, high, x.dtype))
 
 
 @rule("relu6.default")
@@ -252,7 +252,7 @@ def _relu6(t: Translator, x: Value) -> Value:
 
 @rule("threshold.default")
 def _threshold(t: Translator, x: Value, threshold: Number, value: Number) -> Value:
-    return t.emit("where", x.compare("le", threshold), t.value(value, x.dtype), x)
+    return t.emit("where", x.compare("le", threshold), element(t, value, x.dtype), x)
 
 
 @rule("leaky_relu.default")

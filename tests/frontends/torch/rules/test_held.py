@@ -20,6 +20,8 @@ TOO_LARGE: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
     "masked_fill": (HALVES, lambda x: x.masked_fill(x > 0, -1e9)),
     "where": (BYTES, lambda x: torch.where(x > 100, x, 300)),
     "index_fill": (BYTES, lambda x: x.index_fill(0, torch.tensor([1]), 300)),
+    "hardtanh": (HALVES, lambda x: nn.functional.hardtanh(x, -1e9, 1e9)),
+    "threshold": (HALVES, lambda x: nn.functional.threshold(x, 0.0, 1e9)),
     "floats": (torch.linspace(0, 1, 10), lambda x: x.clamp(-1e40, 1e40)),
 }
 HELD: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
