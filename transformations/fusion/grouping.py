@@ -270,6 +270,11 @@ class Grouping:
         arguments, _, yields = self.body(*groups)
         return self.bytes(arguments) + self.bytes(yields)
 
+    def stored(self, group: Group) -> Dim:
+        """Bytes of the arrays that a group stores for others."""
+        names = (name for item in group.items for name in item.outputs)
+        return self.bytes(name for name in names if self.seen_outside(name, [group]))
+
     # ---- edits --------------------------------------------------------------------------------------------------
     def refusal(self, first: Group, second: Group, limit: int) -> str | None:
         """Why two groups (in topological order) cannot be one kernel, or None."""

@@ -13,6 +13,9 @@ from daceml_train.tensor import Dim
 from daceml_train.transformations.fusion.grouping import Group, Grouping
 from daceml_train.transformations.fusion.matches import FusionMatch
 
+SMALL = 8
+"""An array is this many times as large as results that are small beside it."""
+
 
 @dataclass(frozen=True)
 class FuseSiblings(Pass):
@@ -21,13 +24,16 @@ class FuseSiblings(Pass):
         x -> [f] -> y,  x -> [g] -> z      =>      x -> [f; g] -> y, z
 
     `window` bounds the distance between the kernels in groups: hoisting one over many others would extend the live
-    range of its result. The shared array must account for at least `share` of the smaller kernel's bytes.
+    range of its result. The distance may be `far` if the results of the later kernel are small beside the shared array,
+    as sums are, and it could run where the earlier one does. The shared array must account for at least `share` of the
+    smaller kernel's bytes.
     """
 
     level = "fusion"
     limit: int = 96
     window: int = 16
     share: float = 0.2
+    far: int = 1024
 
     def run(self, graph: Graph) -> Graph:
         grouping = Grouping(graph)
@@ -66,14 +72,18 @@ class FuseSiblings(Pass):
         if not group.fusible:
             return None
         sign = -1 if later else 1
+        large = SMALL * magnitude(grouping.stored(group))
+        ready = max((g.position for g in grouping.predecessors(group)), default=-1)
         found: dict[Group, set[str]] = {}
         for name in grouping.reads(group):
             base = grouping.source(name)[0]
+            far = 0 if later or magnitude(grouping.tensors[base].bytes) < large else self.far
             for reader in grouping.consumers(base):
                 other = reader.group
                 if other is None or other is group or not other.fusible:
                     continue
-                if 0 < sign * (group.position - other.position) <= self.window:
+                distance = sign * (group.position - other.position)
+                if 0 < distance <= self.window or (0 < distance <= far and ready <= other.position):
                     found.setdefault(other, set()).add(base)
         own = magnitude(grouping.cost(group)) if found else 0.0
         for other in sorted(found, key=lambda g: -sign * g.position):

@@ -131,6 +131,22 @@ def test_siblings_outside_the_window_stay_apart() -> None:
     assert len(FuseSiblings(window=1).run(graph).nodes) == 4
 
 
+def test_sums_join_siblings_outside_the_window() -> None:
+    """A weight's gradient and update far after the kernel that reads the same array, if no other input comes late."""
+    between = "%n = matmul(%a, %w)\n%m = sin(%n)"
+    body = '%a = exp(%x)\n{}\n%s = reduce(%x, kind="sum", dims=(0,))\n%q = sub(%p, {})'
+    inputs = "x: f32[64, 8], w: f32[8, 8], p: f32[8]"
+    alone = program(inputs, body.format(between, "%s"), "%m, %q")
+    joined = FuseSiblings(window=1).run(FuseEpilogue().run(alone))
+    assert [node.outputs for node in joined.nodes] == [("a", "q"), ("n",), ("m",)]
+    check_same(alone, joined)
+    late = program(inputs, body.format(between + '\n%l = reduce(%m, kind="sum", dims=(0,))', "%l"), "%s, %q")
+    large = program(inputs, body.format(between, "%p") + "\n%b = tanh(%x)", "%m, %q, %s, %b")
+    for graph in (late, large):
+        apart = FuseSiblings(window=1).run(FuseEpilogue().run(graph))
+        assert all(len({"a", "q", "b"} & set(node.outputs)) < 2 for node in apart.nodes)
+
+
 DUPLICATE = program(
     "x: f32[4, 6], m: f32[4, 1], w: f32[6, 6]",
     """
