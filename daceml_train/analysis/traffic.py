@@ -17,27 +17,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import sympy
 
 from daceml_train.analysis.aliases import copying_views, is_alias
 from daceml_train.analysis.chunks import chunk_rows, update_chains
+from daceml_train.analysis.parts import Part, shown
 from daceml_train.analysis.sizes import bind
 from daceml_train.graph.bodies import bodies
 from daceml_train.graph.graph import Graph, Node
-from daceml_train.graph.leaves import leaves
+from daceml_train.graph.leaves import Leaves, leaves
 from daceml_train.ops.collective import Await
 from daceml_train.ops.control import Cond, ControlFlow, Scan
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.embedding import AddRows, Embedding, EmbeddingBag
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.levels import ROWS, Levels, at_rows
-from daceml_train.ops.movement import Concat, Expand, Permute, Slice, View
-from daceml_train.ops.operator import Operator, Origin
-from daceml_train.ops.read import Read
-from daceml_train.tensor import Dim, Shape, Tensor, product, same, simplify
+from daceml_train.ops.movement import Concat
+from daceml_train.ops.operator import Origin
+from daceml_train.tensor import Dim, Tensor, same, simplify
 
 CACHED = 1 << 23
 """Bytes that stay in the cache for the next operator."""
@@ -115,27 +116,75 @@ def _grouped(pairs: Iterable[tuple[str, Dim]]) -> dict[str, Dim]:
     return {key: total(sizes) for key, sizes in groups.items()}
 
 
-Known = dict[str, tuple[tuple[Any, ...], Entry]]
-"""First result of a node -> what its entry depends on, and its entry."""
+_State = tuple[Tensor, Part, Tensor, bool]
+"""What others may depend on of an array: its type, its part, the type of the part's array, and whether that is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A node as it was in the last graph that had it."""
+
+    node: Node
+    view: bool
+    """Whether its result is a view that strides cannot express."""
+    copied: bool
+    """Whether that is copied."""
+    free: bool
+    operands: tuple[_State, ...]
+    results: tuple[_State, ...]
+
+    def does(self, node: Node) -> bool:
+        """Whether a node does the same."""
+        a, b = self.node, node
+        return a is b or (a.op, a.inputs, a.outputs, a.origin) == (b.op, b.inputs, b.outputs, b.origin)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of graphs with the same sizes, such as those between passes, so that the next one takes less time.
+
+    A node's entry is taken again if the node, its operands' places and types, and what is read of it are the same.
+    """
+
+    nodes: dict[str, _Seen] = field(default_factory=dict)
+    """By first result."""
+    entries: dict[str, tuple[_Seen, tuple[Any, ...], Entry]] = field(default_factory=dict)
+    """The node that an entry is of, and what else it depends on."""
+    states: dict[str, _State] = field(default_factory=dict)
+    """Array -> its state in the last graph that had it; the same object if it did not change."""
+
+    def copy(self) -> Known:
+        """The same, apart from what is found later."""
+        return Known(dict(self.nodes), dict(self.entries), dict(self.states))
+
+    def put(self, name: str, state: _State) -> _State:
+        """Note the state of an array; returns the object that stands for it."""
+        before = self.states.get(name)
+        if before is not None and (before is state or before == state):
+            return before
+        self.states[name] = state
+        return state
 
 
 def traffic(graph: Graph, sizes: Mapping[str, int] | None = None, known: Known | None = None) -> Traffic:
     """The bytes and operations of `graph`: ints if `sizes` has values for its symbols, else expressions over them.
 
-    Entries in `known` are those of nodes in other graphs with the same sizes, such as the one before a pass. They are
-    taken where a node and all that its entry depends on are the same, and replaced elsewhere.
+    `known` is what earlier calls found in graphs with the same sizes, and is updated.
     """
-    lowered = leaves(graph)
+    composite = any(node.op.is_composite for node in graph.nodes)
+    lowered = leaves(graph) if composite or sizes else Leaves(graph)
     leafy = lowered.graph
-    types, copied = dict(leafy.tensors), copying_views(leafy)
-    if sizes is not None:
+    types, copied = leafy.tensors, copying_views(leafy)
+    if sizes:
         types = {name: bind(tensor, sizes) for name, tensor in types.items()}
         leafy.nodes = [dataclasses.replace(node, op=bind(node.op, sizes)) for node in leafy.nodes]
-    count = _Count(leafy, types, sizes, {} if known is None else known, copied)
-    groups: list[list[Entry]] = [[] for _ in graph.nodes]
-    for owner, node in zip(lowered.owners, leafy.nodes, strict=True):
-        groups[owner].append(count.entry(node))
-    entries = [_of_node(node, group) for node, group in zip(graph.nodes, groups, strict=True)]
+    count = _Count(leafy, types, sizes, Known() if known is None else known, copied)
+    entries = [count.entry(node) for node in leafy.nodes]
+    if composite:
+        groups: list[list[Entry]] = [[] for _ in graph.nodes]
+        for owner, entry in zip(lowered.owners, entries, strict=True):
+            groups[owner].append(entry)
+        entries = [_of_node(node, group) for node, group in zip(graph.nodes, groups, strict=True)]
     copies = {
         target: Entry("write", Origin(), {name: types[name].bytes}, {target: types[target].bytes})
         for target, name in leafy.writes.items()
@@ -191,44 +240,6 @@ def _larger(a: Dim, b: Dim) -> Dim:
     return simplify(sympy.Max(a, b))
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The elements of array `root` that a name covers: `factor * product(extents)` distinct ones.
-
-    `extents` follows the dimensions of the name; it is 1 where the name repeats elements by broadcasting.
-    """
-
-    root: str
-    extents: Shape
-    factor: Dim = 1
-
-    @property
-    def size(self) -> Dim:
-        return simplify(self.factor * product(self.extents))
-
-
-def _shown(op: Operator, part: _Part, before: Tensor, after: Tensor) -> _Part:
-    """The elements that the result of an alias covers, given those that its operand covers."""
-    match op:
-        case Permute(dims=dims):
-            return dataclasses.replace(part, extents=tuple(part.extents[d] for d in dims))
-        case Expand():
-            return dataclasses.replace(part, extents=(1,) * (after.rank - before.rank) + part.extents)
-        case Slice(dim=dim):
-            if same(part.extents[dim], 1) and not same(before.shape[dim], 1):
-                return part  # repeated elements: fewer repetitions
-            extents = tuple(after.shape[d] if d == dim else e for d, e in enumerate(part.extents))
-            return dataclasses.replace(part, extents=extents)
-        case Read():  # windows overlap: the elements of the operand count, not their repetitions
-            size = op.distinct(part.extents)
-            return _Part(part.root, (1,) * after.rank, simplify(part.factor * size))
-        case View():
-            if part.extents == before.shape or same(after.size, 0):
-                return dataclasses.replace(part, extents=after.shape)
-            return _Part(part.root, after.shape, part.factor * sympy.sympify(product(part.extents)) / after.size)
-    raise AssertionError(f"{op.label} is no alias")
-
-
 def _cached(graph: Graph) -> Iterator[str]:
     """Arrays that are computed in chunks of at most `CACHED` bytes."""
     for chain in update_chains(graph).values():
@@ -247,31 +258,53 @@ class _Count:
     def __init__(
         self,
         graph: Graph,
-        types: dict[str, Tensor],
+        types: Mapping[str, Tensor],
         sizes: Mapping[str, int] | None,
         known: Known,
         copied: frozenset[str],
     ) -> None:
         self.types, self.sizes, self.known, self.copied = types, sizes, known, set(copied)
-        self.parts: dict[str, _Part] = {}
+        self.parts: dict[str, Part] = {}
         self.free: set[str] = set()
         for name in graph.inputs:
-            self.parts[name] = _Part(name, types[name].shape)
+            part = self.parts[name] = Part(name, types[name].shape)
+            known.put(name, (types[name], part, types[name], False))
         for node in graph.nodes:
-            for name in node.outputs:
-                if name in self.copied and self.parts[node.inputs[0]].root in self.free:
-                    self.copied.discard(name)  # constants are computed where they are read
-                if self.is_alias(node):
-                    source = node.inputs[0]
-                    self.parts[name] = _shown(node.op, self.parts[source], types[source], types[name])
-                else:
-                    self.parts[name] = _Part(name, types[name].shape)
-            if isinstance(node.op, Full | Iota):
-                self.free.add(node.outputs[0])
+            self._place(node)
         self.needed, self.stored = self._live(graph)
         self.cached = set(_cached(graph))
         updating = [node for node in graph.nodes if node.op.updates and id(node) in self.needed]
         self.updated = {(n.inputs[argument], n.outputs[result]) for n in updating for result, argument in n.op.updates}
+
+    def _place(self, node: Node) -> None:
+        """Find out where the results of a node are."""
+        known, first = self.known, node.outputs[0]
+        seen, view = known.nodes.get(first), first in self.copied
+        operands = tuple([known.states[name] for name in node.inputs])
+        if seen is not None and seen.view == view and seen.does(node) and all(map(is_, operands, seen.operands)):
+            for name, state in zip(node.outputs, seen.results, strict=True):
+                self.parts[name] = state[1]
+                known.states[name] = state
+            if seen.free:
+                self.free.add(first)
+            if view and not seen.copied:
+                self.copied.discard(first)
+            return
+        if view and self.parts[node.inputs[0]].root in self.free:
+            self.copied.discard(first)  # constants are computed where they are read
+        alias, free = self.is_alias(node), isinstance(node.op, Full | Iota)
+        if free:
+            self.free.add(first)
+        found: list[_State] = []
+        for name in node.outputs:
+            if alias:
+                source = node.inputs[0]
+                part = shown(node.op, self.parts[source], self.types[source], self.types[name])
+            else:
+                part = Part(name, self.types[name].shape)
+            self.parts[name] = part
+            found.append(known.put(name, (self.types[name], part, self.types[part.root], part.root in self.free)))
+        known.nodes[first] = _Seen(node, view, first in self.copied, free, operands, tuple(found))
 
     def is_alias(self, node: Node) -> bool:
         """Whether the result of a node is its operand's memory."""
@@ -295,25 +328,16 @@ class _Count:
 
     def entry(self, node: Node) -> Entry:
         """The traffic of one leaf."""
-        depends = self._depends(node)
-        before = self.known.get(node.outputs[0])
-        if before is not None and before[0] == depends:
-            return before[1]
+        seen = self.known.nodes[node.outputs[0]]
+        flags: tuple[Any, ...] = (id(node) in self.needed, *(name in self.stored for name in node.outputs))
+        if self.cached:
+            flags += (self.cached.intersection((*node.outputs, *(self.parts[name].root for name in node.inputs))),)
+        before = self.known.entries.get(node.outputs[0])
+        if before is not None and before[0] is seen and before[1] == flags:
+            return before[2]
         entry = self._entry(node)
-        self.known[node.outputs[0]] = depends, entry
+        self.known.entries[node.outputs[0]] = seen, flags, entry
         return entry
-
-    def _depends(self, node: Node) -> tuple[Any, ...]:
-        """All that the entry of a node depends on; arrays are compared by name, type, and where they are."""
-        parts = [self.parts[name] for name in node.inputs]
-        reads = [
-            (self.types[name], p, self.types[p.root], p.root in self.free)
-            for name, p in zip(node.inputs, parts, strict=True)
-        ]
-        writes = [(self.types[name], name in self.stored) for name in node.outputs]
-        cached = self.cached.intersection((*node.outputs, *(p.root for p in parts)))
-        copied = not self.copied.isdisjoint(node.outputs)
-        return id(node) in self.needed, node.op, node.inputs, node.outputs, node.origin, reads, writes, cached, copied
 
     def _entry(self, node: Node) -> Entry:
         op, operands = node.op, [self.types[i] for i in node.inputs]
@@ -351,23 +375,23 @@ class _Count:
             writes.pop(name, None)
         return Entry(op.label, node.origin, reads, writes, op.flops(*operands), op.reorders(*operands))
 
-    def _touched(self, kernel: Kernel, inputs: Sequence[str], operands: Sequence[Tensor]) -> dict[str, _Part]:
+    def _touched(self, kernel: Kernel, inputs: Sequence[str], operands: Sequence[Tensor]) -> dict[str, Part]:
         """The elements of the operands that a body reads."""
         types = kernel.types(*operands)
         parts = {argument: self.parts[name] for argument, name in zip(kernel.arguments, inputs, strict=True)}
-        touched: dict[str, _Part] = {}
+        touched: dict[str, Part] = {}
         for statement in kernel.statements:
-            shown = [parts.get(name) for name in statement.inputs]
+            covered = [parts.get(name) for name in statement.inputs]
             if is_alias(statement.op):
                 (source,), (name,) = statement.inputs, statement.outputs
-                if shown[0]:
-                    parts[name] = _shown(statement.op, shown[0], types[source], types[name])
+                if covered[0]:
+                    parts[name] = shown(statement.op, covered[0], types[source], types[name])
             else:
-                touched.update((name, part) for name, part in zip(statement.inputs, shown, strict=True) if part)
+                touched.update((name, part) for name, part in zip(statement.inputs, covered, strict=True) if part)
         touched.update((name, parts[name]) for name in kernel.yields if name in parts)
         return touched
 
-    def _reads(self, touched: dict[str, _Part], vendor: bool) -> dict[str, Dim]:
+    def _reads(self, touched: dict[str, Part], vendor: bool) -> dict[str, Dim]:
         """Distinct bytes per array in memory."""
         by_root: dict[str, list[Dim]] = {}
         for part in touched.values():

@@ -176,13 +176,13 @@ class Uses:
 
     @cached_property
     def _counted(self) -> tuple[Traffic, Known]:
-        known: Known = {}
+        known = Known()
         return traffic(self.graph, known=known), known
 
     def change(self, after: Graph) -> Dim:
         """Bytes that `after` moves more than the graph (negative: fewer); only operators that differ are counted."""
         before, known = self._counted
-        return simplify(traffic(after, known=dict(known)).bytes - before.bytes)
+        return simplify(traffic(after, known=known.copy()).bytes - before.bytes)
 
     @cached_property
     def held(self) -> frozenset[str]:

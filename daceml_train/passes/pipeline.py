@@ -226,7 +226,7 @@ class Pipeline:
     # ---- running ------------------------------------------------------------------------------------------------
     def run(self, graph: Graph, levels: tuple[str, ...] = LEVELS, watch: Watcher | None = None) -> Graph:
         """Run the passes of `levels`, verifying after each; `watch` is called with each pass and its result."""
-        known: Known = {}
+        known = Known()
         before = traffic(graph, known=known) if watch is not None else None
         for level in levels:
             notation.known_level(level)

@@ -3,14 +3,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from daceml_train.analysis.sizes import bind, solve
 from daceml_train.analysis.traffic import Known, traffic
 from daceml_train.graph import Graph, parse
 from daceml_train.lowering.cost import costs
 from daceml_train.lowering.lower import lower
+from daceml_train.transformations.pipelines import TRAINING
 from tests.graph import programs
+from tests.transformations.random_graphs import training_graphs
 
 s0 = programs.s0
 
@@ -257,11 +260,21 @@ def test_an_entry_is_counted_again_where_something_that_it_depends_on_differs(na
         parse(f"graph g({signature}) {{\n{body}\nreturn {found}\n}}") for body, found in ((first, one), (second, other))
     )
     for before, after in ((a, b), (b, a)):
-        known: Known = {}
-        traffic(before, known=known)
-        kept = {name: entry for name, (_, entry) in known.items()}
+        known = Known()
+        kept = traffic(before, known=known).entries
         counted = traffic(after, known=known)
         assert counted == traffic(after) != traffic(before)
         again = traffic(after, known=known)
         assert again == counted and all(x is y for x, y in zip(again.entries, counted.entries, strict=True))
-        assert any(kept.get(name) is not entry for name, (_, entry) in known.items())
+        assert any(all(entry is not other for other in kept) for entry in counted.entries)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(graph=training_graphs(), data=st.data())
+def test_what_is_known_of_other_graphs_changes_no_figure(graph: Graph, data: st.DataObject) -> None:
+    """Whatever the order is: arrays disappear between passes, and come back as something else."""
+    stages = [graph]
+    TRAINING.run(graph, watch=lambda step: stages.append(step.graph) if step.graph is not None else None)
+    known = Known()
+    for stage in data.draw(st.lists(st.sampled_from(stages), min_size=2, max_size=30)):
+        assert traffic(stage, known=known) == traffic(stage)

@@ -26,14 +26,14 @@ MATCHES = 3
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_entries_of_unchanged_nodes_are_those_of_a_fresh_count(network: str) -> None:
-    known: Known = {}
+    known = Known()
     kept = 0
     for _, graph in stages(network):
-        before = {name: entry for name, (_, entry) in known.items()}
+        before = {name: entry for name, (*_, entry) in known.entries.items()}
         counted = traffic(graph, known=known)
         assert counted == traffic(graph)
-        kept += sum(before.get(name) is entry for name, (_, entry) in known.items())
-    assert kept > 20 * len(known)
+        kept += sum(before.get(name) is entry for name, (*_, entry) in known.entries.items())
+    assert kept > 20 * len(known.entries)
 
 
 EXTRA = {

@@ -40,8 +40,8 @@ class State:
     differentiated: bool = False
     found: dict[Pass, Sequence[Candidate]] = field(default_factory=dict, repr=False)
     """Matches by pass, as far as they were requested."""
-    known: Known = field(default_factory=dict, repr=False)
-    """Entries of the state before, which are those of all operators that a step left as they were."""
+    known: Known = field(default_factory=Known, repr=False)
+    """What is known of the state before, and holds for all operators that a step left as they were."""
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -50,17 +50,17 @@ class State:
 
     @cached_property
     def _forward(self) -> tuple[Traffic, Known]:
-        known: Known = {}
+        known = Known()
         return traffic(self.forward, {}, known), known
 
     def change(self, level: str, after: Graph) -> int:
         """Bytes that `after` moves more than the graph that passes of a level see; only what differs is counted."""
         before, known = self._forward if level == "forward" else (self.traffic, self.known)
-        return number(traffic(after, {}, dict(known)).bytes) - number(before.bytes)
+        return number(traffic(after, {}, known.copy()).bytes) - number(before.bytes)
 
     def following(self, forward: Graph, graph: Graph, differentiated: bool) -> State:
         """The state with other graphs."""
-        return State(forward, graph, differentiated, known=dict(self.known))
+        return State(forward, graph, differentiated, known=self.known.copy())
 
     @cached_property
     def memory(self) -> Memory:
