@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -301,7 +302,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.output is not None:
         path = options.output if options.output.suffix == ".npz" else Path(f"{options.output}.npz")  # as NumPy does
         try:
-            np.savez(path, **{name: _array(value) for name, value in results.items()})
+            with zipfile.ZipFile(path, "w") as archive:  # np.savez has parameters whose names results may have
+                for name, value in results.items():
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                        np.lib.format.write_array(file, _array(value))
         except OSError as error:
             raise Failure(f"{path} cannot be written: {error.strerror or error}", 2) from None
         say(f"written to {path}")

@@ -129,7 +129,10 @@ def programs_of(launches: Sequence[Launched]) -> list[list[Row]]:
         if launch.seconds is None:
             raise Invalid("the launches of this report were not measured")
         row = Row(launch.kind, launch.seconds, launch.bytes, launch.flops, tuple(launch.before))
-        found.setdefault(launch.program, []).append(row)
+        rows = found.setdefault(launch.program, [])
+        if not all(0 <= before < len(rows) for before in row.before):
+            raise Invalid(f"launch {len(rows)} of program {launch.program} waits for one that is not before it")
+        rows.append(row)
     return list(found.values())
 
 

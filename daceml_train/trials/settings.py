@@ -31,6 +31,8 @@ class Applied:
         """The options of each group as `apply` left them."""
         self._further: tuple[str, ...] | None = None
         """The names that `apply` is given, which are the same in all trials."""
+        self._taken = False
+        """Whether `apply` took them once."""
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raise `Invalid` for a name that nothing takes, and for a value that is none."""
@@ -67,7 +69,13 @@ class Applied:
                     group[one[1]] = _like(group[one[1]], value)
         further = {name: settings[name] for name in self._further_of(settings)}
         if further and self.function is not None:
-            self.function(further)
+            try:
+                self.function(further)
+            except Exception:
+                if not self._taken:
+                    self._further = None  # a name may be mistyped
+                raise
+            self._taken = True
         self._set = [{k: v for k, v in group.items() if k not in _OWN} for group in self.groups]
 
     def check_kept(self) -> None:

@@ -69,6 +69,14 @@ def test_a_report_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert f"{len(program)} launches on 4 cores, simulated" in text and "side by side" in text
     assert main(["simulate", str(path), "--cores", "0"]) == 2
     assert main(["simulate", str(path), "--fork", "-1"]) == 2
+    stored = json.loads(path.read_text())
+    for wrong in (10**6, -1, len(program) - 1):
+        stored["functions"][-1]["launches"][-1]["before"] = [wrong]
+        path.write_text(json.dumps(stored))
+        with pytest.raises(
+            Invalid, match=f"launch {len(program) - 1} of program 0 waits for one that is not before it"
+        ):
+            read(path)
     dt.report(step).save(path)
     with pytest.raises(Invalid, match="were not measured"):
         read(path)

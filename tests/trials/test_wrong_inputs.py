@@ -168,12 +168,19 @@ def test_a_setting_of_another_type_names_the_trial() -> None:
 
 
 def test_an_apply_that_fails_names_the_trial() -> None:
-    def apply(settings: dict[str, Any]) -> None:
-        raise AttributeError("no such layer")
+    """What the next trial is called is not compared with the name that was mistyped."""
 
+    def apply(settings: dict[str, Any]) -> None:
+        if settings.keys() != {"p"}:
+            raise AttributeError("no such layer")
+
+    own = stages(apply=apply)
     with pytest.raises(AttributeError) as error:
-        dict(stages(apply=apply).run(4, {"p": 0.1}, 2))
-    assert note(error) == "daceml_train: in step 0 of trial 4, with p=0.1"
+        dict(own.run(4, {"q": 0.1}, 2))
+    assert note(error) == "daceml_train: in step 0 of trial 4, with q=0.1"
+    assert len(dict(own.run(5, {"p": 0.1}, 2))) == 1
+    with pytest.raises(dt.Invalid, match="a trial has the settings 'q' for apply, earlier ones had 'p'"):
+        dict(own.run(6, {"q": 0.1}, 2))
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,15 @@ loop `scan`; a short one of known length is unrolled, which costs less than its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._higher_order_ops.scan import scan as scanned
 from torch._higher_order_ops.while_loop import while_loop
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from daceml_train.frontends.onnx.host import Host, as_host, integer
 from daceml_train.frontends.onnx.rules import rule
@@ -29,6 +31,19 @@ FEW = 8
 def apart(values: Any) -> tuple[Any, ...]:
     """Copies: the results of a body of PyTorch's operators must own their memory."""
     return tuple(value.clone() for value in values)
+
+
+def no_slices(step: Callable[[], Sequence[Any]], axes: Sequence[int]) -> list[Tensor]:
+    """The stacks of no steps along these axes: their types are those of a step, which runs without numbers."""
+    if not axes:
+        return []
+    with contextlib.nullcontext() if torch.compiler.is_compiling() else FakeTensorMode(allow_non_fake_inputs=True):
+        types = [(list(map(int, x.shape)), x.dtype) for x in step()]
+    stacks = []
+    for (shape, dtype), axis in zip(types, axes, strict=True):
+        shape.insert(axis % (len(shape) + 1), 0)
+        stacks.append(torch.zeros(shape, dtype=dtype))
+    return stacks
 
 
 @rule("IfOnData", domain=CAPTURED)
@@ -53,7 +68,9 @@ def loop_in_steps(trips: Host, go: Host, *carried: Any, body: Body, outputs: int
             results = body(torch.tensor(i), on, *states)[1:]
             states, rows = results[:count], [*rows, results[count:]]
         stacks = [torch.stack(column) for column in zip(*rows, strict=True)]
-        return (*states, *(stacks if rows else [torch.zeros(0)] * (outputs - count)))
+        if not rows:
+            stacks = no_slices(lambda: body(torch.tensor(0), on, *states)[1 + count :], (0,) * (outputs - count))
+        return (*states, *stacks)
 
     def step(states: Any, i: Tensor) -> Any:
         results = apart(body(i, on, *states)[1:])
@@ -120,7 +137,10 @@ def loop(trips: Host, go: Host, *carried: Any, body: Body, outputs: int) -> tupl
         for column, value in zip(slices, created, strict=True):
             column.append(value)
         step, on = step + 1, bool(again)
-    return (*state, *(torch.stack(column) if column else torch.zeros(0) for column in slices))
+    if step:
+        return (*state, *map(torch.stack, slices))
+    first = torch.tensor(0), torch.tensor(True)
+    return (*state, *no_slices(lambda: body(*first, *state)[1 + len(state) :], (0,) * len(slices)))
 
 
 @rule("Scan", since=9)
@@ -150,6 +170,11 @@ def scan(
         for column, value in zip(slices, results[first:], strict=True):
             column.append(value)
     out_axes = scan_output_axes or (0,) * len(slices)
+    if not length:
+        parts = [
+            x.movedim(axis, 0).new_zeros(x.movedim(axis, 0).shape[1:]) for x, axis in zip(sequences, axes, strict=True)
+        ]
+        return (*state, *no_slices(lambda: body(*state, *parts)[first:], out_axes))
     out_backwards = scan_output_directions or (0,) * len(slices)
     stacked = [
         torch.stack(column[::-1] if back else column, axis if axis >= 0 else axis + column[0].dim() + 1)

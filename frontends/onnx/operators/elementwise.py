@@ -11,19 +11,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daceml_train.frontends.onnx import elements
+from daceml_train.frontends.onnx.operators.unsigned import SIGN, WIDER, narrow, quotient, remainder, wide
 from daceml_train.frontends.onnx.rules import rule
 
-_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+
+def _sign(x: Tensor) -> Tensor:
+    """The sign; of NaN it is NaN."""
+    return (wide(x) != 0).to(x.dtype) if x.dtype in WIDER else torch.where(x != x, x, torch.sign(x))
+
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
-    "Abs": torch.abs,
+    "Abs": lambda x: x if x.dtype in WIDER else torch.abs(x),
     "Acos": torch.acos,
     "Acosh": torch.acosh,
     "Asin": torch.asin,
     "Asinh": torch.asinh,
     "Atan": torch.atan,
     "Atanh": torch.atanh,
-    "BitwiseNot": lambda x: torch.bitwise_not(x.to(_WIDER.get(x.dtype, x.dtype))).to(x.dtype),
+    "BitwiseNot": lambda x: torch.bitwise_not(wide(x)).to(x.dtype),
     "Ceil": torch.ceil,
     "Cos": torch.cos,
     "Cosh": torch.cosh,
@@ -41,7 +46,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "Relu": torch.relu,
     "Round": torch.round,
     "Sigmoid": torch.sigmoid,
-    "Sign": lambda x: torch.where(x != x, x, torch.sign(x)),  # of NaN is NaN
+    "Sign": _sign,
     "Sin": torch.sin,
     "Sinh": torch.sinh,
     "Softsign": F.softsign,
@@ -68,17 +73,6 @@ _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 _ORDERED = (torch.gt, torch.ge, torch.lt, torch.le)
-_SIGN = torch.iinfo(torch.int64).min
-
-
-def _wide(x: Tensor, ordered: bool = False) -> Tensor:
-    """As a type with kernels; with the sign bit flipped, int64 has the order of uint64."""
-    wide = x.to(_WIDER.get(x.dtype, x.dtype))
-    return wide ^ _SIGN if ordered and x.dtype is torch.uint64 else wide
-
-
-def _narrow(x: Tensor, element: torch.dtype) -> Tensor:
-    return (x ^ _SIGN if element is torch.uint64 else x).to(element)
 
 
 def _unary(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -90,9 +84,9 @@ def _unary(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 def _binary(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     def elementwise(a: Tensor, b: Tensor) -> Tensor:
-        if a.dtype in _WIDER:  # PyTorch has few kernels for these: two's complement makes a wider type equal, modulo
-            order = function in _ORDERED and a.dtype is torch.uint64
-            result = function(_wide(a, order), _wide(b, order))
+        if a.dtype in WIDER:
+            ordered = function in _ORDERED
+            result = function(wide(a, ordered), wide(b, ordered))
             return result if result.dtype is torch.bool else result.to(a.dtype)
         return function(a, b)
 
@@ -127,10 +121,7 @@ for _name in ("Add", "Sub", "Mul", "And", "Or", "Xor", "Equal", "Greater", "Less
 
 
 def _divide(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_floating_point() or a.is_complex():
-        return torch.div(a, b)
-    wide = _WIDER.get(a.dtype, a.dtype)
-    return torch.div(a.to(wide), b.to(wide), rounding_mode="trunc").to(a.dtype)
+    return torch.div(a, b) if a.is_floating_point() or a.is_complex() else quotient(a, b)
 
 
 rule("Div", since=7)(_divide)
@@ -142,7 +133,7 @@ def power(a: Tensor, b: Tensor) -> Tensor:
     """The result has the base's type."""
     if not a.is_floating_point() and b.is_floating_point():
         return torch.pow(a.double(), b.double()).to(a.dtype)
-    return torch.pow(a, b).to(a.dtype)
+    return torch.pow(wide(a), wide(b)).to(a.dtype)
 
 
 rule("Pow")(_limited(torch.pow))
@@ -150,9 +141,9 @@ rule("Pow")(_limited(torch.pow))
 
 @rule("Mod", since=10)
 def modulo(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
-    wide = _WIDER.get(a.dtype, a.dtype)
-    result = torch.fmod(a.to(wide), b.to(wide)) if fmod else torch.remainder(a.to(wide), b.to(wide))
-    return result.to(a.dtype)
+    if a.dtype in WIDER:
+        return remainder(a, b)
+    return torch.fmod(a, b) if fmod else torch.remainder(a, b)
 
 
 @rule("BitShift", since=11)
@@ -173,10 +164,10 @@ def bit_shift(a: Tensor, b: Tensor, *, direction: str) -> Tensor:
 def _folded(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     def elementwise(*xs: Tensor) -> Tensor:
         ordered = function is not torch.add
-        result = _wide(xs[0], ordered)
+        result = wide(xs[0], ordered)
         for x in xs[1:]:
-            result = function(result, _wide(x, ordered))
-        return _narrow(result, xs[0].dtype) if ordered else result.to(xs[0].dtype)
+            result = function(result, wide(x, ordered))
+        return narrow(result, xs[0].dtype, ordered)
 
     return elementwise
 
@@ -199,12 +190,12 @@ def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
 @rule("Clip", since=11)
 def clip(x: Tensor, lower: Tensor | None = None, upper: Tensor | None = None) -> Tensor:
     """The upper bound wins where the bounds cross, as ONNX specifies."""
-    result = _wide(x, True)
+    result = wide(x, True)
     if lower is not None:
-        result = torch.maximum(result, _wide(lower, True))
+        result = torch.maximum(result, wide(lower, True))
     if upper is not None:
-        result = torch.minimum(result, _wide(upper, True))
-    return _narrow(result, x.dtype)
+        result = torch.minimum(result, wide(upper, True))
+    return narrow(result, x.dtype, ordered=True)
 
 
 @rule("Clip")
@@ -344,10 +335,10 @@ def _cast(x: Tensor, number: int, saturate: int, round_mode: str = "up") -> Tens
         x = torch.where(wide.isnan(), wide, wide.clamp(-greatest, greatest))
     elif element is torch.float8_e4m3fn:  # it has no infinity: what rounds beyond 448 is NaN
         x = torch.where(x.abs() > 464, torch.nan, x)
-    if x.is_floating_point() and element in _WIDER:
+    if x.is_floating_point() and element in WIDER:
         if element is torch.uint64:
             high = x >= 2.0**63
-            return (torch.where(high, x - 2.0**63, x).to(torch.int64) ^ torch.where(high, _SIGN, 0)).to(element)
+            return (torch.where(high, x - 2.0**63, x).to(torch.int64) ^ torch.where(high, SIGN, 0)).to(element)
         return x.to(torch.int64).to(element)
     return x.to(element)
 

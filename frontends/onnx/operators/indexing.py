@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from daceml_train.frontends.onnx.host import Host, integer
+from daceml_train.frontends.onnx.operators.unsigned import narrow, wide
 from daceml_train.frontends.onnx.rules import rule
 
 
@@ -109,8 +110,8 @@ def non_zero(x: Tensor) -> Tensor:
 @rule("TopK", since=10, host="k")
 def top_k(x: Tensor, k: Host, *, axis: int = -1, largest: int = 1, sorted: int = 1) -> tuple[Tensor, Tensor]:
     """By a stable sort: of equal elements, ONNX takes the one with the lower index."""
-    values, at = torch.sort(x, dim=axis, descending=bool(largest), stable=True)
-    return values.narrow(axis, 0, integer(k)), at.narrow(axis, 0, integer(k))
+    values, at = torch.sort(wide(x, True), dim=axis, descending=bool(largest), stable=True)
+    return narrow(values.narrow(axis, 0, integer(k)), x.dtype, ordered=True), at.narrow(axis, 0, integer(k))
 
 
 @rule("TopK")
@@ -128,7 +129,9 @@ def compress(x: Tensor, condition: Tensor, *, axis: int | None = None) -> Tensor
 def unique(x: Tensor, *, axis: int | None = None, sorted: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Unsorted means in the order of first occurrence."""
     data, along = (x.reshape(-1), 0) if axis is None else (x, axis % x.dim())
-    values, inverse, counts = torch.unique(data, sorted=True, return_inverse=True, return_counts=True, dim=along)
+    values, inverse, counts = torch.unique(
+        wide(data, True), sorted=True, return_inverse=True, return_counts=True, dim=along
+    )
     extent = data.shape[along]
     first = torch.full((counts.shape[0],), extent, dtype=torch.int64)
     first = first.scatter_reduce(0, inverse, torch.arange(extent), "amin")
@@ -136,4 +139,4 @@ def unique(x: Tensor, *, axis: int | None = None, sorted: int = 1) -> tuple[Tens
         order = torch.argsort(first)
         rank = torch.argsort(order)
         values, first, counts, inverse = values.index_select(along, order), first[order], counts[order], rank[inverse]
-    return values, first, inverse, counts
+    return narrow(values, x.dtype, ordered=True), first, inverse, counts

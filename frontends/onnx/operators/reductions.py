@@ -8,12 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from daceml_train.frontends.onnx.operators.unsigned import WIDER, narrow, quotient, wide
 from daceml_train.frontends.onnx.rules import rule
 
 Reduce = Callable[[Tensor, list[int], bool], Tensor]
 
 
 def _product(x: Tensor, dims: list[int], keep: bool) -> Tensor:
+    x = wide(x)
     for dim in sorted((d % x.dim() for d in dims), reverse=True):
         x = torch.prod(x, dim, keepdim=keep)
     return x
@@ -24,7 +26,7 @@ def _extremum(function: Callable[..., Tensor], sign: float) -> Reduce:
 
     def reduce(x: Tensor, dims: list[int], keep: bool) -> Tensor:
         if x.numel():
-            return function(x, dims, keep)
+            return narrow(function(wide(x, True), dims, keep), x.dtype, ordered=True)
         if x.dtype is torch.bool:
             bound: float = sign > 0
         else:
@@ -41,17 +43,28 @@ def _extremum(function: Callable[..., Tensor], sign: float) -> Reduce:
 
 
 def _sum(x: Tensor, dims: list[int], keep: bool) -> Tensor:
-    return torch.sum(x, dims, keep)
+    return torch.sum(wide(x), dims, keep)
 
 
 def _whole_mean(x: Tensor, dims: list[int], keep: bool) -> Tensor:
     """The mean of integers, rounded towards zero."""
-    return torch.div(_sum(x, dims, keep), _count(x, dims), rounding_mode="trunc")
+    total, count = _sum(x, dims, keep), _count(x, dims)
+    if x.dtype is torch.uint64:
+        return quotient(total.to(x.dtype), torch.tensor(count).to(x.dtype))
+    return torch.div(total, count, rounding_mode="trunc")
 
 
-def _exact(x: Tensor) -> Tensor:
-    """Integers as float64, of which float32 does not hold all."""
-    return x if x.is_floating_point() else x.double()
+def _exact(total: Tensor, x: Tensor) -> Tensor:
+    """The sum of integers `x` as float64, of which float32 does not hold all."""
+    return total if x.is_floating_point() else total.to(x.dtype).double()
+
+
+def _squares(x: Tensor, dims: list[int], keep: bool) -> Tensor:
+    return _sum(torch.square(wide(x)), dims, keep)
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    return x if x.dtype in WIDER else x.abs()
 
 
 _REDUCTIONS: dict[str, tuple[Reduce, Callable[[Tensor], Tensor]]] = {
@@ -63,10 +76,10 @@ _REDUCTIONS: dict[str, tuple[Reduce, Callable[[Tensor], Tensor]]] = {
     "ReduceMax": (_extremum(torch.amax, -1), lambda x: x),
     "ReduceMin": (_extremum(torch.amin, 1), lambda x: x),
     "ReduceProd": (_product, lambda x: x),
-    "ReduceL1": (lambda x, d, k: _sum(x.abs(), d, k), torch.abs),
-    "ReduceL2": (lambda x, d, k: torch.sqrt(_exact(_sum(x * x, d, k))), torch.abs),
-    "ReduceSumSquare": (lambda x, d, k: _sum(x * x, d, k), torch.square),
-    "ReduceLogSum": (lambda x, d, k: torch.log(_sum(x, d, k)), torch.log),
+    "ReduceL1": (lambda x, d, k: _sum(_magnitude(x), d, k), _magnitude),
+    "ReduceL2": (lambda x, d, k: torch.sqrt(_exact(_squares(x, d, k), x)), _magnitude),
+    "ReduceSumSquare": (_squares, lambda x: torch.square(wide(x)).to(x.dtype)),
+    "ReduceLogSum": (lambda x, d, k: torch.log(_exact(_sum(x, d, k), x)), torch.log),
     "ReduceLogSumExp": (lambda x, d, k: torch.logsumexp(x, d, k), lambda x: x),
 }
 """Each reduction, and its elementwise remainder if no axis is reduced."""
@@ -103,6 +116,7 @@ for _name, (_reduce, _alone) in _REDUCTIONS.items():
 
 def _argument(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def argument(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
+        x = wide(x, True)
         if select_last_index:
             return x.shape[axis] - 1 - function(x.flip(axis), axis, keepdim=bool(keepdims))
         return function(x, axis, keepdim=bool(keepdims))
@@ -116,12 +130,12 @@ rule("ArgMin")(_argument(torch.argmin))
 
 def _running(function: Callable[[Tensor, int], Tensor], neutral: float) -> Callable[..., Tensor]:
     def running(x: Tensor, axis: int, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
-        ordered = x.flip(axis) if reverse else x
+        ordered = wide(x.flip(axis) if reverse else x)
         result = function(ordered, axis)
         if exclusive:
             length = x.shape[axis]
             first = torch.full_like(ordered.narrow(axis, 0, min(length, 1)), neutral)
-            result = torch.cat([first, result.narrow(axis, 0, max(length - 1, 0)).to(x.dtype)], axis)
+            result = torch.cat([first, result.narrow(axis, 0, max(length - 1, 0)).to(ordered.dtype)], axis)
         result = result.to(x.dtype)
         return result.flip(axis) if reverse else result
 

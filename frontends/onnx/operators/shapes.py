@@ -57,7 +57,7 @@ def _zip(function: Callable[..., Any], values: Sequence[Host]) -> Host:
 
 def _truncated(a: Any, b: Any) -> Any:
     if isinstance(a, float) or isinstance(b, float):
-        return a / b
+        return a / b if b or not isinstance(b, float | int) else a * math.copysign(math.inf, b)
     if b == 0:
         raise Invalid("shape arithmetic divides by zero")
     return a // b if (a >= 0) == (b > 0) else -(-a // b)
@@ -74,7 +74,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "Min": lambda *xs: _folded(min, xs),
     "Floor": lambda x: math.floor(x) if isinstance(x, float) else x,
     "Ceil": lambda x: math.ceil(x) if isinstance(x, float) else x,
-    "Sqrt": lambda x: x**0.5,
+    "Sqrt": lambda x: x**0.5 if not isinstance(x, float | int) or x >= 0 else math.nan,
     "Equal": operator.eq,
     "Less": operator.lt,
     "LessOrEqual": operator.le,

@@ -8,7 +8,7 @@ from onnx import helper
 
 from daceml_train.cli import main
 from daceml_train.frontends.onnx import load
-from tests.frontends.onnx.models import perceptron, random
+from tests.frontends.onnx.models import model, perceptron, random, tensor
 
 pytestmark = pytest.mark.compiled
 
@@ -36,6 +36,16 @@ def test_run_prints_and_writes_results(folder, capsys, given, output):
     assert "y: float32 [2, 3]" in capsys.readouterr().out
     expected = load("m.onnx")(torch.from_numpy(random(2, 4))).detach()
     torch.testing.assert_close(torch.from_numpy(np.load("r.npz")["y"]), expected)
+
+
+def test_results_are_written_whatever_they_are_called(folder):
+    """`file` and `allow_pickle` are parameters of `np.savez`."""
+    x, *results = (tensor(name, 2) for name in ("x", "file", "allow_pickle"))
+    nodes = [helper.make_node(kind, ["x"], [y.name]) for kind, y in zip(("Neg", "Abs"), results, strict=True)]
+    onnx.save(model(nodes, [x], results), "named.onnx")
+    np.save("x.npy", np.array([1, -2], np.float32))
+    assert main(["run", "named.onnx", "--input", "x.npy", "-o", "r.npz"]) == 0
+    assert {name: y.tolist() for name, y in np.load("r.npz").items()} == {"file": [-1, 2], "allow_pickle": [1, 2]}
 
 
 def test_inputs_are_made_up_in_the_size_asked_for(folder, capsys):

@@ -170,6 +170,38 @@ tree (float[9,4] x, int64[9] left, int64[9] right, int64[9] inner) => (float[1,4
 
 
 @pytest.mark.compiled
+@pytest.mark.parametrize("known", [True, False])
+def test_a_loop_of_no_steps_stacks_no_rows(known: bool) -> None:
+    """They were float32 and of rank one. A step reads a row of `x`, which has none."""
+    inner = [node("Gather", "x i", "row", axis=0), node("Identity", "go", "again"), node("Neg", "s", "next")]
+    given = [tensor("i", element=INT), tensor("go", element=BOOL), tensor("s", 3)]
+    body = helper.make_graph(
+        inner, "body", given, [tensor("again", element=BOOL), tensor("next", 3), tensor("row", 2, element=INT)]
+    )
+    nodes = [] if known else [node("Shape", "x", "size", end=1), node("Squeeze", "size", "trips")]
+    nodes.append(node("Loop", "trips  s".replace("  ", " go0 "), "last all", body=body))
+    outputs = [tensor("last", 3), tensor("all", "n", 2, element=INT)]
+    weights = {"go0": np.array(True), **({"trips": np.array(0)} if known else {})}
+    module = load(model(nodes, [tensor("x", "n", 2, element=INT), tensor("s", 3)], outputs, **weights))
+    x, s = torch.zeros(0, 2, dtype=torch.int64), torch.ones(3)
+    for called in (module, dt.optimize(module)):
+        last, stacked = called(x, s)
+        assert torch.equal(last, s) and stacked.dtype is torch.int64 and stacked.shape == (0, 2)
+
+
+def test_a_scan_over_nothing_stacks_no_rows() -> None:
+    inner = [node("Add", "state part", "next"), node("Greater", "next part", "row")]
+    body = helper.make_graph(
+        inner, "body", [tensor("state", 3), tensor("part", 3)], [tensor("next", 3), tensor("row", 3, element=BOOL)]
+    )
+    scan = node("Scan", "s x", "last all", body=body, num_scan_inputs=1, scan_output_axes=[1])
+    outputs = [tensor("last", 3), tensor("all", 3, "n", element=BOOL)]
+    module = load(model([scan], [tensor("s", 3), tensor("x", "n", 3)], outputs))
+    for called in (module, dt.optimize(module)):
+        last, stacked = called(torch.ones(3), torch.zeros(0, 3))
+        assert torch.equal(last, torch.ones(3)) and stacked.dtype is torch.bool and stacked.shape == (3, 0)
+
+
 def test_a_recursion_that_is_a_loop_over_nodes_trains() -> None:
     proto = onnx.parser.parse_model(TREE)
     weights = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)

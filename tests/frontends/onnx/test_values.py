@@ -46,6 +46,8 @@ def results(
 
 I64 = np.int64
 SIZE = node("Shape x -> s")
+WORDS = np.array([2**63, 2**64 - 1, 5, 2**63 + 9, 7], np.uint64)
+DIVISORS = np.array([3, 2**63 + 1, 2**64 - 1, 1, 2], np.uint64)
 SCALE = np.float32(0.001)
 CASES: dict[str, tuple[Any, ...]] = {
     "the softplus of a large number": ([node("Softplus x -> y")], floats(-300, 0, 100), floats(0, np.log(2), 100)),
@@ -67,6 +69,34 @@ CASES: dict[str, tuple[Any, ...]] = {
         np.array([2**63, 1], np.uint64),
         np.array([True, False]),
         {"c": np.array([1, 2**63 + 5], np.uint64)},
+    ),
+    "uint64 that is divided": (
+        [node("Div x c -> y"), node("Mod x c -> z")],
+        WORDS,
+        WORDS // DIVISORS,
+        WORDS % DIVISORS,
+        {"c": DIVISORS},
+    ),
+    "uint64 that is reduced": (
+        [node("ReduceMax x a -> y", keepdims=0), node("ReduceMean x a -> z", keepdims=0)],
+        WORDS,
+        np.uint64(2**64 - 1),
+        np.uint64((sum(map(int, WORDS)) % 2**64) // len(WORDS)),
+        {"a": np.array([0])},
+    ),
+    "the largest uint64": (
+        [node("ArgMax x -> y", keepdims=0), node("TopK x k -> z u")],
+        WORDS,
+        np.array(1),
+        np.sort(WORDS)[:1:-1].copy(),
+        {"k": np.array([3])},
+    ),
+    "unique uint64": ([node("Unique x -> y _ _ z")], WORDS[[1, 0, 1]], WORDS[[0, 1]], np.array([1, 2])),
+    "a running sum of uint32": (
+        [node("CumSum x a -> y", exclusive=1)],
+        np.array([2**32 - 1, 3, 5], np.uint32),
+        np.array([0, 2**32 - 1, 2], np.uint32),
+        {"a": np.array(0)},
     ),
     "a cast to uint64": ([node("Cast x -> y", to=13)], np.array([1e19, 5.0]), np.array([10**19, 5], np.uint64)),
     "a power of integers": ([node("Pow x c -> y")], np.array([3]), np.array([3**20]), {"c": floats(20)}),
@@ -122,6 +152,19 @@ CASES: dict[str, tuple[Any, ...]] = {
         np.zeros(0),
     ),
     "unique elements alone": ([node("Unique x -> y")], floats(3, 1, 3), floats(1, 3)),
+    "a size that is divided by zero": (
+        [
+            SIZE,
+            node("Cast s -> f", to=TensorProto.FLOAT),
+            node("Div f z -> q"),
+            node("Min q c -> m"),
+            node("Cast m -> t", to=TensorProto.INT64),
+            node("ConstantOfShape t -> y"),
+        ],
+        np.zeros(3),
+        np.zeros(4, np.float32),
+        {"z": floats(0), "c": floats(4)},
+    ),
     "a size at an index, opset 11": (
         [SIZE, node("Gather s i -> t"), node("Unsqueeze t -> u", axes=[0]), node("ConstantOfShape u -> y")],
         np.zeros(3),
@@ -184,6 +227,31 @@ def test_values(name: str) -> None:
     for found, value in zip(results(nodes, x, wanted, opset, **weights), wanted, strict=True):
         assert found.dtype == torch.from_numpy(np.asarray(value)).dtype
         np.testing.assert_allclose(found.numpy(), value, rtol=1e-6 if value.dtype.kind == "f" else 0, err_msg=name)
+
+
+UNSIGNED: dict[str, Any] = {
+    "Abs": lambda xs: xs,
+    "Sign": lambda xs: [int(x > 0) for x in xs],
+    "ReduceL1": sum,
+    "ReduceSumSquare": lambda xs: sum(x * x for x in xs),
+    "ReduceMin": min,
+    "ArgMin": lambda xs: xs.index(min(xs)),
+}
+"""Of Python's integers; reductions have no uint16."""
+
+
+@pytest.mark.parametrize("element", [np.uint16, np.uint32, np.uint64])
+@pytest.mark.parametrize("operator", UNSIGNED)
+def test_unsigned_numbers(operator: str, element: type) -> None:
+    elementwise = operator in ("Abs", "Sign")
+    if element is np.uint16 and operator.startswith("Reduce"):
+        return
+    x = np.array([7, np.iinfo(element).max, 0, 200], element)
+    value = np.array(UNSIGNED[operator](list(map(int, x))), object) % 2 ** (8 * x.itemsize)
+    y = np.array(value, I64 if operator == "ArgMin" else element)
+    attributes = {} if elementwise else {"keepdims": 0}
+    (found,) = results([node(f"{operator} x -> y", **attributes)], x, [y], 18)
+    assert found.numpy().dtype == y.dtype and np.array_equal(found.numpy(), y)
 
 
 def test_the_gradient_of_a_softplus_of_a_large_number() -> None:
