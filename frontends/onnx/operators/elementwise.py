@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from daceml_train.frontends.onnx import elements
-from daceml_train.frontends.onnx.operators.unsigned import SIGN, WIDER, narrow, quotient, remainder, wide
+from daceml_train.frontends.onnx.operators.unsigned import SIGN, WIDER, magnitude, narrow, quotient, remainder, wide
 from daceml_train.frontends.onnx.rules import rule
 
 
@@ -21,7 +21,7 @@ def _sign(x: Tensor) -> Tensor:
 
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
-    "Abs": lambda x: x if x.dtype in WIDER else torch.abs(x),
+    "Abs": magnitude,
     "Acos": torch.acos,
     "Acosh": torch.acosh,
     "Asin": torch.asin,

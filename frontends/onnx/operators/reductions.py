@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from daceml_train.frontends.onnx.operators.unsigned import WIDER, narrow, quotient, wide
+from daceml_train.frontends.onnx.operators.unsigned import magnitude, narrow, quotient, wide
 from daceml_train.frontends.onnx.rules import rule
 
 Reduce = Callable[[Tensor, list[int], bool], Tensor]
@@ -63,10 +63,6 @@ def _squares(x: Tensor, dims: list[int], keep: bool) -> Tensor:
     return _sum(torch.square(wide(x)), dims, keep)
 
 
-def _magnitude(x: Tensor) -> Tensor:
-    return x if x.dtype in WIDER else x.abs()
-
-
 _REDUCTIONS: dict[str, tuple[Reduce, Callable[[Tensor], Tensor]]] = {
     "ReduceSum": (_sum, lambda x: x),
     "ReduceMean": (
@@ -76,8 +72,8 @@ _REDUCTIONS: dict[str, tuple[Reduce, Callable[[Tensor], Tensor]]] = {
     "ReduceMax": (_extremum(torch.amax, -1), lambda x: x),
     "ReduceMin": (_extremum(torch.amin, 1), lambda x: x),
     "ReduceProd": (_product, lambda x: x),
-    "ReduceL1": (lambda x, d, k: _sum(_magnitude(x), d, k), _magnitude),
-    "ReduceL2": (lambda x, d, k: torch.sqrt(_exact(_squares(x, d, k), x)), _magnitude),
+    "ReduceL1": (lambda x, d, k: _sum(magnitude(x), d, k), magnitude),
+    "ReduceL2": (lambda x, d, k: torch.sqrt(_exact(_squares(x, d, k), x)), magnitude),
     "ReduceSumSquare": (_squares, lambda x: torch.square(wide(x)).to(x.dtype)),
     "ReduceLogSum": (lambda x, d, k: torch.log(_exact(_sum(x, d, k), x)), torch.log),
     "ReduceLogSumExp": (lambda x, d, k: torch.logsumexp(x, d, k), lambda x: x),

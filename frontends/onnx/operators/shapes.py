@@ -57,7 +57,7 @@ def _zip(function: Callable[..., Any], values: Sequence[Host]) -> Host:
 
 def _truncated(a: Any, b: Any) -> Any:
     if isinstance(a, float) or isinstance(b, float):
-        return a / b if b or not isinstance(b, float | int) else a * math.copysign(math.inf, b)
+        return a / b if not isinstance(b, float | int) or b else a * math.copysign(math.inf, b)
     if b == 0:
         raise Invalid("shape arithmetic divides by zero")
     return a // b if (a >= 0) == (b > 0) else -(-a // b)

@@ -1,7 +1,7 @@
 """Unsigned integers of 16 to 64 bits, for which PyTorch has few kernels: computed in signed types that are as wide.
 
-Sums, differences and products of two's complement numbers are those of unsigned ones. Order, quotients and conversions
-are not for 64 bits, which no signed type holds.
+Two's complement makes their sums, differences and products equal. For 64 bits, which no signed type holds, order,
+quotients and conversions to floating point are not.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ def wide(x: Tensor, ordered: bool = False) -> Tensor:
 def narrow(x: Tensor, element: torch.dtype, ordered: bool = False) -> Tensor:
     """The inverse of `wide`."""
     return (x ^ SIGN if ordered and element is torch.uint64 else x).to(element)
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """The absolute value."""
+    return x if x.dtype in WIDER else torch.abs(x)
 
 
 def quotient(a: Tensor, b: Tensor) -> Tensor:

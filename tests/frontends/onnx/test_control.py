@@ -189,6 +189,7 @@ def test_a_loop_of_no_steps_stacks_no_rows(known: bool) -> None:
         assert torch.equal(last, s) and stacked.dtype is torch.int64 and stacked.shape == (0, 2)
 
 
+@pytest.mark.compiled
 def test_a_scan_over_nothing_stacks_no_rows() -> None:
     inner = [node("Add", "state part", "next"), node("Greater", "next part", "row")]
     body = helper.make_graph(
@@ -202,6 +203,7 @@ def test_a_scan_over_nothing_stacks_no_rows() -> None:
         assert torch.equal(last, torch.ones(3)) and stacked.dtype is torch.bool and stacked.shape == (3, 0)
 
 
+@pytest.mark.compiled
 def test_a_recursion_that_is_a_loop_over_nodes_trains() -> None:
     proto = onnx.parser.parse_model(TREE)
     weights = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
