@@ -89,6 +89,9 @@ def page(results: dict[str, Any]) -> Iterator[str]:
         yield f"\n## {processor}\n"
         versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
         yield f"Measured {found['date']} on {found['cores']} cores of {processor}; {versions}.\n"
+        dates = {row["date"] for row in found["networks"].values() if "date" in row}
+        if len(dates) > 1:
+            yield f"Each row is of one run; the first of them ended at {min(dates)}.\n"
         measured = {name: row for name, row in found["networks"].items() if _ratios(row)}
         floor = FLOOR if processor.startswith(FLOORED) else {}
         if measured:

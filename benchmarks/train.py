@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         before = results["networks"].get(name, {})
         if "variants" in found and "variants" in before:  # those that were not measured now
             found = before | found | {"variants": before["variants"] | found["variants"]}
-        results["networks"][name] = {"title": network.title} | found
+        results["networks"][name] = {"title": network.title} | found | {"date": surroundings()["date"]}
         if "error" in found:
             failed = True
             console.print(f"[bold]{network.title}[/bold]\n[red]{found['error']}[/red]")
