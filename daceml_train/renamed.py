@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -255,7 +256,8 @@ def pass_name(name: str) -> str:
 def moved(package: str, name: str) -> Any:
     """What a package that once was a module held under `name`. Raises `AttributeError` for anything else."""
     old = package.removeprefix(ROOT)
-    if old in MODULES and not name.startswith("__"):
+    # a module of the package that is imported by `from package import module` is none of them
+    if old in MODULES and not name.startswith("__") and find_spec(f"{package}.{name}") is None:
         target = ROOT + MODULES[old]
         module = importlib.import_module(target)
         new = SYMBOLS.get(old, {}).get(name, name)

@@ -82,3 +82,10 @@ def test_rewrites_with_the_old_methods() -> None:
 
     [match] = _Old().matches(program("x: f32[4]", "%y = neg(%x)", "%y"))
     assert match.refusal == "it is a test"
+
+
+def test_a_module_of_a_package_that_was_a_module_is_imported_by_itself() -> None:
+    """Not by way of the old module's names, whose import would go in a circle."""
+    imports = "from daceml_train.frontends.torch.capture import decompositions, foreach; foreach.decompositions"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", imports], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

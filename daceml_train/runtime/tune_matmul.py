@@ -10,9 +10,10 @@ had the machine serves this process alone.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -30,6 +31,10 @@ ROUNDS = 5
 """The maximum number of alternating measurements per candidate; the fastest counts, since noise only adds."""
 ENOUGH = 0.1
 """Seconds of measuring after which no further round begins: noise matters little to long runs."""
+CLEAR = 1.4
+"""No third round begins where the slower candidate takes this many times as long: noise is smaller."""
+LARGEST = 1 << 31
+"""Multiplications that are measured at most: of a larger matmul a part, since both libraries work by blocks."""
 MARGIN = 0.95
 """oneDNN is chosen if it takes at most this share of the BLAS's time: its result is an allocation of its own."""
 
@@ -57,6 +62,14 @@ class MatmulShape:
         """The key under which the choice is stored."""
         sizes = f"{self.rows}x{self.inner}x{self.columns}"
         return f"{machine()}, {self.threads} threads: {sizes} {self.a} {self.b} {self.added}"
+
+    def part(self) -> MatmulShape:
+        """Of a matmul of more than `LARGEST` multiplications the first rows, columns or addends; else the whole."""
+        sizes = {"rows": self.rows, "inner": self.inner, "columns": self.columns}
+        while math.prod(sizes.values()) > LARGEST:
+            largest = max(sizes, key=lambda name: sizes[name])
+            sizes[largest] = -(-sizes[largest] // 2)
+        return replace(self, **sizes)
 
 
 @dataclass
@@ -125,6 +138,7 @@ def onednn_call(a: Any, b: Any, c: Any, added: Added) -> tuple[str, tuple[Any, .
 
 def measure(product: MatmulShape) -> Way:
     """Time both libraries on matrices of this layout, alternating."""
+    product = product.part()
     a = _matrix((product.rows, product.inner), product.a)
     b = _matrix((product.inner, product.columns), product.b)
     out = torch.empty(product.rows, product.columns)
@@ -172,12 +186,12 @@ def _alternate(candidates: Sequence[Callable[[], object]]) -> list[float]:
     for candidate in candidates:
         candidate()
     best, begin = [float("inf")] * len(candidates), time.perf_counter()
-    for _ in range(ROUNDS):
+    for rounds in range(1, ROUNDS + 1):
         for number, candidate in enumerate(candidates):
             start = time.perf_counter()
             candidate()
             best[number] = min(best[number], time.perf_counter() - start)
-        if time.perf_counter() - begin > ENOUGH:
+        if time.perf_counter() - begin > ENOUGH or (rounds > 1 and max(best) > CLEAR * min(best)):
             break
     return best
 

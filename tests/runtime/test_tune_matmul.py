@@ -1,6 +1,7 @@
 """The choice of library for a matmul: both ways agree, the choice is remembered, damage is survived."""
 
 import itertools
+import time
 from pathlib import Path
 from typing import get_args
 
@@ -18,6 +19,25 @@ def product(rows: int = 128, inner: int = 128, columns: int = 128, added: Added 
 def test_small_products_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_matmul, "measure", lambda product: pytest.fail("measured"))
     assert MatmulTuner().way(product(8, 8, 8)) == "blas"
+
+
+def test_of_a_large_product_a_part_is_measured() -> None:
+    logits = MatmulShape(512, 768, 50257, (768, 1), (1, 768), "nothing", 1)
+    part = logits.part()
+    assert (part.rows, part.inner, part.a, part.b) == (512, 768, (768, 1), (1, 768))
+    assert tune_matmul.LARGEST / 4 < part.rows * part.inner * part.columns <= tune_matmul.LARGEST
+    assert part.part() == part
+    assert product().part() == product()
+
+
+def test_a_clear_difference_is_measured_twice_and_a_small_one_again() -> None:
+    def measured(slower: float) -> int:
+        runs: list[str] = []
+        tune_matmul._alternate([lambda: runs.append("a"), lambda: (runs.append("b"), time.sleep(slower))])
+        return runs.count("b")
+
+    assert measured(1e-3) == 1 + 2  # one to warm up
+    assert measured(tune_matmul.ENOUGH) == 1 + 1
 
 
 def test_a_choice_is_made_once_and_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

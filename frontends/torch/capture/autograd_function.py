@@ -44,12 +44,12 @@ def _traced(t: Translator, module: fx.GraphModule, operands: Sequence[FakeTensor
     """One of the bodies on fake operands; a backward body yields `gradients` cotangents."""
     with operands[0].fake_mode:
         fresh = [torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device) for o in operands]
-    traced, signature = trace(without_grad_modes(module), {}, fresh, grad_enabled=True, randomness=t.randomness)
-    if signature.user_inputs_to_mutate:
+    traced = trace(without_grad_modes(module), {}, fresh, grad_enabled=True, randomness=t.randomness)
+    if traced.changed:
         raise Unsupported("an autograd.Function that changes its input in place")
     graph = Graph("body")
     inner = Translator(graph, t.fallback, t.randomness)
-    results = inner.run(traced, [graph.input(f"x{i}", types.tensor(o)) for i, o in enumerate(operands)])
+    results = inner.run(traced.module, [graph.input(f"x{i}", types.tensor(o)) for i, o in enumerate(operands)])
     if SEED in graph.inputs or inner.draws:
         raise Unsupported("random numbers inside an autograd.Function")
     t.fallbacks += inner.fallbacks

@@ -17,6 +17,7 @@ from daceml_train.analysis.reachability import required
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.capture import graph_leaves, selections, size_symbols
+from daceml_train.frontends.torch.capture.functional_trace import FunctionalGraph
 from daceml_train.frontends.torch.capture.operators import custom_functions
 from daceml_train.frontends.torch.capture.rng_draws import Draw, Randomness
 from daceml_train.frontends.torch.capture.trace import fake, fake_mode, first_line, functorch_levels, trace
@@ -199,21 +200,21 @@ def _translated(
         examples = [example_of(n) for n in _placeholders(gm)]
         results = pytree.tree_leaves(_results(gm))
         bases = shared_bases(gm.graph.nodes, results, examples)
-        traced, signature = trace(
-            gm, attributes, operands, grad_enabled, [*bases, *_unread(gm, randomness)], randomness
-        )
-        collectives.refuse_collectives(traced.graph.nodes)
-        traced.graph.eliminate_dead_code()
+        traced = trace(gm, attributes, operands, grad_enabled, [*bases, *_unread(gm, randomness)], randomness)
+        nodes = traced.module.graph
+        collectives.refuse_collectives(nodes.nodes)
+        nodes.eliminate_dead_code()
         graph = Graph("forward")
         t = Translator(graph, fallback.emit, randomness)
         inputs = _inputs(t, gm, example_inputs, operands, grad_enabled)
         bound = [_attribute(t, name, held[name], example) for name, example in attributes.items()]
         values = [graph.value(i.name) if i.name and i.kind != "number" else i.value for i in (*bound, *inputs)]
-        created = t.run(traced, values, tokens=signature.input_tokens)
+        created = t.run(traced.module, values, tokens=traced.tokens)
     finally:
         custom_functions.reset(token)
-    created = created[len(signature.output_tokens) :]
-    written = _writes(t, traced, signature, created, values)
+    created = created[len(traced.tokens) :]
+    _declare_writes(t, traced, created, values)
+    written = len(traced.changed)
     outputs, detached = outputs_of(t, results, examples, created[written:], bases, grad_enabled)
     graph.nodes = _live(graph)
     inputs = [_dropped(graph, i) for i in inputs]
@@ -225,7 +226,7 @@ def _translated(
     changes = {name: count for name, count in versions.items() if count or name in graph.writes}
     fallbacks = tuple(t.fallbacks)
     captured = Captured(graph, (*inputs, *bound), outputs, spec, detached, fallbacks, draws=t.draws, changes=changes)
-    return captured, Trace(traced, t.scope)
+    return captured, Trace(traced.module, t.scope)
 
 
 def _live(graph: Graph) -> list[Node]:
@@ -385,18 +386,14 @@ def _role(real: object, text: str) -> Role:
 # ---- outputs -----------------------------------------------------------------------------------------------------
 
 
-def _writes(
-    t: Translator, traced: fx.GraphModule, signature: Any, results: Sequence[Any], values: Sequence[Any]
-) -> int:
-    """Declare the changed inputs as writes; return how many outputs of the trace they take."""
-    tokens = signature.input_tokens
-    placeholders = [n.name for n in traced.graph.nodes if n.op == "placeholder" and n.name not in tokens]
-    changed = list(signature.user_inputs_to_mutate.values())
-    for value, target in zip(results, changed, strict=False):
-        owner = values[placeholders.index(target)]
+def _declare_writes(t: Translator, traced: FunctionalGraph, results: Sequence[Any], values: Sequence[Any]) -> None:
+    """Declare the changed inputs as writes."""
+    placeholders = (n.name for n in traced.module.graph.find_nodes(op="placeholder") if n.name not in traced.tokens)
+    owners = dict(zip(placeholders, values, strict=True))
+    for value, target in zip(results, traced.changed, strict=False):
+        owner = owners[target]
         assert isinstance(value, Value) and isinstance(owner, Value)
         t.graph.write(owner.name, value)
-    return len(changed)
 
 
 def _unread(gm: fx.GraphModule, randomness: Randomness) -> list[fx.Node]:

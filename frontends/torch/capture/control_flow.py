@@ -72,8 +72,8 @@ def _body(
     operands: list[Any] = []
     for x in control.operands:
         operands.append(_fresh(next(tensors)) if isinstance(x, torch.Tensor) else x)
-    traced, signature = trace(body, {}, operands, control.grad_enabled, randomness=t.randomness)
-    if signature.user_inputs_to_mutate:
+    traced = trace(body, {}, operands, control.grad_enabled, randomness=t.randomness)
+    if traced.changed:
         raise Unsupported(f"a change of an operand in place inside {control.name}")
     graph = Graph("body")
     inner = Translator(graph, t.fallback, t.randomness)
@@ -87,7 +87,7 @@ def _body(
                 inner.require_gradient(values[-1])
         else:
             values.append(types.size(x) if isinstance(x, torch.SymInt) else x)
-    results = inner.run(traced, values, tokens=signature.input_tokens)[len(signature.output_tokens) :]
+    results = inner.run(traced.module, values, tokens=traced.tokens)[len(traced.tokens) :]
     if not all(isinstance(v, Value) for v in results):
         raise Unsupported(f"a result of {control.name} that is not a tensor")
     graph.output(*(inner.dependent(v) for v in results))

@@ -8,17 +8,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo.source import ConstantSource
-from torch._functorch._aot_autograd.schemas import GraphSignature
 from torch._functorch.aot_autograd import aot_export_module
 from torch._guards import Source, TracingContext, detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 
 from daceml_train.errors import DacemlError, Unsupported
 from daceml_train.frontends.torch.capture import python_kernels
 from daceml_train.frontends.torch.capture.decompositions import table, table_with_random_operators
+from daceml_train.frontends.torch.capture.functional_trace import FunctionalGraph, traced_once
 from daceml_train.frontends.torch.capture.prepass import GradientAware
 from daceml_train.frontends.torch.capture.rng_draws import Randomness
 from daceml_train.frontends.torch.dynamo.versions import start_at_zero
@@ -124,7 +125,7 @@ def trace(
     grad_enabled: bool,
     further: Sequence[fx.Node] = (),
     randomness: Randomness = "seeded",
-) -> tuple[fx.GraphModule, GraphSignature]:
+) -> FunctionalGraph:
     """The functional ATen graph of `module` on fake operands: placeholders are `attributes`, then the operands.
 
     Its outputs are the new values of operands that the module changes, then the flattened results, then the values
@@ -132,16 +133,26 @@ def trace(
     """
     decompositions = table() if randomness == "seeded" else table_with_random_operators()
     aware = GradientAware(module, grad_enabled, further)
+    flat, structure = pytree.tree_flatten((attributes, *operands))
+
+    def run(*given: Any) -> tuple[Any, ...]:
+        return aware(*pytree.tree_unflatten(given, structure))
+
     try:
         with functorch_levels(), _without_onednn(), python_kernels.ours():
-            graph, signature = aot_export_module(
-                aware, (attributes, *operands), trace_joint=False, decompositions=decompositions
-            )
+            traced = traced_once(run, flat, fake_mode(flat), decompositions)
+            if traced is None:
+                traced = _exported(aware, (attributes, *operands), decompositions)
     except DacemlError:
         raise
     except Exception as error:
         if _REPLACED in str(error):
             raise Unsupported("a tensor whose memory is replaced (x.data = ...)", advice=_KEPT) from error
         raise Unsupported(f"PyTorch cannot trace this graph: {first_line(error)}") from error
+    return traced
+
+
+def _exported(module: nn.Module, operands: tuple[Any, ...], decompositions: dict[Any, Any]) -> FunctionalGraph:
+    graph, signature = aot_export_module(module, operands, trace_joint=False, decompositions=decompositions)
     assert isinstance(graph, fx.GraphModule)
-    return graph, signature
+    return FunctionalGraph(graph, tuple(signature.user_inputs_to_mutate.values()), tuple(signature.input_tokens))
