@@ -8,7 +8,18 @@ import random
 import networkx as nx
 import pytest
 
-from daceml_train.lowering.streams import Access, Schedule, Work, assign, dependences, reduced, schedule
+from daceml_train.lowering.streams import (
+    EVENT_SECONDS,
+    Access,
+    Schedule,
+    Work,
+    assign,
+    dependences,
+    elapsed,
+    list_schedule,
+    reduced,
+    schedule,
+)
 from tests.timing import thread_seconds
 
 
@@ -64,6 +75,33 @@ def test_random_orders_against_brute_force() -> None:
         assert closure(reduced(edges)) == closure(edges)
         assert ordered(result) == closure(edges)  # nothing less, and nothing more
         assert sum(map(len, result.waits)) == fewest_events(edges), edges
+
+
+def test_list_schedules_keep_every_dependence() -> None:
+    draw = random.Random(3)
+    for _ in range(150):
+        edges = random_edges(draw, 12)
+        works = [Work((), (), draw.random(), draw.random()) for _ in edges]
+        result = list_schedule(works, edges, draw.randint(1, 4))
+        for before, needed in zip(ordered(result), closure(edges), strict=True):
+            assert needed <= before
+        chain = list_schedule(works, edges, 1)
+        assert not any(chain.waits) and chain.streams == 1
+        assert elapsed(works, chain) == pytest.approx(sum(work.seconds * max(1, work.share) for work in works))
+
+
+def test_elapsed_seconds() -> None:
+    """Launches on two streams: side by side, slowed down where they fill the device, and after an event."""
+
+    def two(share: float, waits: list[list[int]]) -> float:
+        works = [Work((), (), seconds, share) for seconds in (10e-6, 6e-6)]
+        return elapsed(works, Schedule([0, 1], waits, 2))
+
+    assert two(0.5, [[], []]) == pytest.approx(10e-6)
+    assert two(1.0, [[], []]) == pytest.approx(16e-6)
+    assert two(0.75, [[], []]) == pytest.approx(13e-6)  # 9 us side by side at two thirds of the speed, then 4
+    assert two(0.5, [[], [0]]) == pytest.approx(16e-6 + EVENT_SECONDS)
+    assert elapsed([], Schedule([], [], 1)) == 0
 
 
 def test_reduction_and_matching_are_networkx_s() -> None:
