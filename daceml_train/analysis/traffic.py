@@ -34,6 +34,7 @@ from daceml_train.ops.collective import Await
 from daceml_train.ops.control import Cond, ControlFlow, Scan
 from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.embedding import AddRows, Embedding, EmbeddingBag
+from daceml_train.ops.indexing import Scatter
 from daceml_train.ops.kernel import Kernel
 from daceml_train.ops.levels import ROWS, Levels, at_rows
 from daceml_train.ops.movement import Concat
@@ -370,6 +371,10 @@ class _Count:
                 reads[table] = touched_bytes
             elif op.in_place:
                 reads[table], writes[node.outputs[0]] = touched_bytes, touched_bytes
+        if isinstance(op, Scatter) and op.in_place:
+            size = _smaller(operands[0].bytes, operands[2].bytes)
+            reads |= {self.parts[node.inputs[0]].root: size if op.accumulate else 0}
+            writes[node.outputs[0]] = size
         for name in self.cached.intersection((*reads, *writes)):
             reads.pop(name, None)
             writes.pop(name, None)

@@ -212,7 +212,8 @@ class Lowering:
         for i, n in lead:
             value, bounds = self.typed(i, found.axes, memo), interval(i)
             if bounds is None or bounds[0] < 0 or bounds[1] >= n:
-                within = self.builder.emit(make("logical_and"), value.compare("ge", 0), value.compare("lt", n))[0]
+                told = self.value(i.args[0], found.axes, memo) if _exact(i, n) else value
+                within = self.builder.emit(make("logical_and"), told.compare("ge", 0), told.compare("lt", n))[0]
                 inside = within if inside is None else self.builder.emit(make("logical_and"), inside, within)[0]
             number = value if number is None else number * n + value
         assert number is not None
@@ -429,6 +430,16 @@ def _inner(index: Term, size: int) -> Term:
     wraps = index.op == "remainder" and constant(index.args[1]) == size
     clamps = index.op == "clamp" and tuple(map(constant, index.args[1:])) == (0, size - 1)
     return index.args[0] if wraps or clamps else index
+
+
+def _exact(index: Term, size: int) -> bool:
+    """Whether an index is a float32 or float64 that tells by itself whether it is below `size`.
+
+    It has an integer value, and is compared before it is converted: for int64, processors without AVX-512 have no
+    vectors. What is not finite is outside either way.
+    """
+    dtype = index.args[0].dtype if index.op == "cast" else None
+    return dtype is DType.float64 or (dtype is DType.float32 and size <= 1 << 24)
 
 
 def _factors(term: Term) -> list[Term]:

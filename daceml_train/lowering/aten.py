@@ -232,8 +232,9 @@ def _gather(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) 
 
 
 def _scatter(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:
-    arguments = (Operand(0), op.dim, Operand(1), Operand(2))
-    return Call("aten::scatter_add", arguments) if op.accumulate else Call("aten::scatter", arguments, overload="src")
+    name, overload = ("aten::scatter_add", "") if op.accumulate else ("aten::scatter", "src")
+    arguments, own = (Operand(0), op.dim, Operand(1), Operand(2)), op.in_place
+    return Call(f"{name}_" if own else name, arguments, overload, (None,) if own else (0,))
 
 
 def _fallback(op: Any, operands: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> Call:

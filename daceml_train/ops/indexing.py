@@ -181,7 +181,7 @@ def along(index: Array, dim: int) -> tuple[Array, ...]:
 class Scatter(Operator):
     """`x` with `y[i, index[i, j, k], k] = values[i, j, k]` for `dim` 1, or, with `accumulate`, added there.
 
-    Which of several values for one element is taken is unspecified.
+    Which of several values for one element is taken is unspecified. `in_place` stores the result over `x`.
     """
 
     name = "scatter"
@@ -190,6 +190,12 @@ class Scatter(Operator):
     may_raise = True
     dim: int
     accumulate: bool = False
+    in_place: bool = False
+
+    @property
+    def updates(self) -> tuple[tuple[int, int], ...]:  # type: ignore[override]
+        """`x`, if the operator works in place."""
+        return ((0, 0),) if self.in_place else ()
 
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         x, index, values = operands

@@ -6,7 +6,7 @@ from torch import nn
 
 import daceml_train as dt
 from daceml_train.errors import Invalid
-from daceml_train.expressions import array, largest, maximum, size, total, where
+from daceml_train.expressions import array, floor, largest, maximum, size, total, where
 
 DOUBLE, BYTES = torch.ones(2, dtype=torch.float64), torch.tensor([1, 200, 255], dtype=torch.uint8)
 
@@ -116,3 +116,21 @@ def test_zero_times_what_is_not_finite() -> None:
     for call in (module, dt.optimize(module)):
         torch.testing.assert_close(call(x), 0 * x, equal_nan=True)
     assert module(BYTES).dtype is torch.uint8
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_places_that_are_no_numbers_are_outside(dtype: torch.dtype) -> None:
+    """Reads and gradients at rounded numbers that are not finite, or that no integer can hold."""
+    module = Applied(lambda x, y: array(x.outside(-1)[floor(y[i])] for i in y.shape[0]))
+    inf, large = float("inf"), [2.0**24, 2.0**31, 2.0**32 + 1, 2.0**62, 2.0**63, 2.0**64, 1e30]
+    places = [0.0, 1.9, 2.0, -0.0, -0.5, 3.0, float("nan"), inf, -inf, *large, *(-n for n in large)]
+    y, x = torch.tensor(places, dtype=dtype), torch.tensor([5.0, 6.0, 7.0], dtype=dtype, requires_grad=True)
+    expected = torch.tensor([5.0, 6.0, 7.0, 5.0], dtype=dtype)
+    for call in (module, dt.optimize(module)):
+        x.grad = None
+        found = call(x, y)
+        torch.testing.assert_close(found[:4], expected)
+        assert (found[4:] == -1).all()
+        found.sum().backward()
+        assert x.grad.tolist() == [2.0, 1.0, 1.0]

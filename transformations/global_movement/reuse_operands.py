@@ -8,10 +8,14 @@ from dataclasses import dataclass, replace
 from daceml_train.analysis.memory import Blocks
 from daceml_train.graph.graph import Graph, Node
 from daceml_train.ops.embedding import AddRows
+from daceml_train.ops.indexing import Scatter
 from daceml_train.passes.base import Pass
 from daceml_train.tensor import Tensor, same
 from daceml_train.transformations.global_movement.scalar_updates import as_kernel
 from daceml_train.transformations.global_movement.update_in_place import can_store
+
+IN_PLACE = AddRows | Scatter
+"""Library calls whose result may be stored over their first operand."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,8 @@ class ReuseOperands(Pass):
 
     The kernel must read each element of the operand before it writes it and never after, which `codegen.kernel.plan`
     decides. Operand and result have the same type and layout, and neither is an input's memory or a result of the
-    graph. Arrays below `min_bytes` are skipped. `add_rows` updates its table in place, so other rows are not touched;
-    otherwise the bytes moved do not change. The live bytes shrink.
+    graph. Arrays below `min_bytes` are skipped. `add_rows` and `scatter` work in place, so elements that no index names
+    are not touched; otherwise the bytes moved do not change. The live bytes shrink.
     """
 
     level = "global_movement"
@@ -54,7 +58,7 @@ class ReuseOperands(Pass):
                         over[output] = block
                         last[block] = last[output]
                         break
-            if pairs and isinstance(node.op, AddRows):
+            if pairs and isinstance(node.op, IN_PLACE):
                 other.nodes[position] = replace(node, op=replace(node.op, in_place=True))
             elif pairs and kernel is not None:
                 op = replace(kernel, updates=(*kernel.updates, *pairs.items()))
@@ -80,7 +84,7 @@ def candidates(graph: Graph, blocks: Blocks, min_bytes: int) -> dict[int, dict[i
     visible |= blocks.constants
     found: dict[int, dict[int, list[int]]] = {}
     for position, node in enumerate(graph.nodes):
-        if isinstance(node.op, AddRows) and not node.op.in_place:
+        if isinstance(node.op, IN_PLACE) and not node.op.in_place:
             name = node.outputs[0]
             kept = blocks.places[name].block in visible or small(graph.tensors[name], min_bytes)
             if not kept and fits(graph, blocks, node, 0, graph.tensors[name], visible):
@@ -123,8 +127,8 @@ def fits(graph: Graph, blocks: Blocks, node: Node, argument: int, tensor: Tensor
 
 def legal(graph: Graph, blocks: Blocks, node: Node, pairs: Mapping[int, int]) -> bool:
     """Whether these results can be stored over these arguments; for a kernel, whether it can be generated."""
-    if isinstance(node.op, AddRows):
-        return True  # it works in place by definition
+    if isinstance(node.op, IN_PLACE):
+        return True
     kernel = as_kernel(node)
     assert kernel is not None
     return can_store(graph, blocks, node, kernel, (*kernel.updates, *pairs.items()))

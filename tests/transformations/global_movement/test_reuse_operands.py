@@ -8,7 +8,6 @@ from daceml_train.analysis.traffic import traffic
 from daceml_train.analysis.verify import verify
 from daceml_train.errors import Invalid
 from daceml_train.graph.graph import Graph
-from daceml_train.ops.kernel import Kernel
 from daceml_train.transformations.global_movement.reuse_operands import ReuseOperands
 from daceml_train.transformations.pipelines import TRAINING
 from tests.lowering.test_lower import check
@@ -20,12 +19,7 @@ REUSE = ReuseOperands(min_bytes=0)
 
 def updates(graph: Graph) -> dict[str, str]:
     """Result -> operand over which it is stored."""
-    return {
-        node.outputs[result]: node.inputs[argument]
-        for node in graph.nodes
-        if isinstance(node.op, Kernel)
-        for result, argument in node.op.updates
-    }
+    return {node.outputs[result]: node.inputs[argument] for node in graph.nodes for result, argument in node.op.updates}
 
 
 CASES: dict[str, tuple[str, str, str, dict[str, str]]] = {
@@ -96,6 +90,18 @@ CASES: dict[str, tuple[str, str, str, dict[str, str]]] = {
         "%z",
         {"y": "a"},
     ),
+    "elements that are added": (
+        "x: f32[3, 8], i: i64[3, 8]",
+        "%a = exp(%x)\n%b = scatter(%a, %i, %x, dim=1, accumulate=True)\n%c = sin(%b)",
+        "%c",
+        {"b": "a"},
+    ),
+    "elements that are put into what is read later": (
+        "x: f32[3, 8], i: i64[3, 1], v: f32[3, 1]",
+        "%a = exp(%x)\n%b = scatter(%a, %i, %v, dim=1)\n%c = mul(%a, %b)",
+        "%c",
+        {},
+    ),
     "columns": (
         "x: f32[6, 40]",
         """%a = exp(%x)
@@ -135,6 +141,15 @@ def _reductions(body: str) -> str:
                 line = f'{name}reduce({operand}, kind="{kind}", {options}'
         lines.append(line)
     return "\n".join(lines)
+
+
+def test_bytes_of_elements_that_are_added_in_place() -> None:
+    """Those that indices name, twice; out of place, the whole array is read and written."""
+    body = "%a = exp(%x)\n%b = scatter(%a, %i, %v, dim=1, accumulate=True)\n%c = sin(%b)"
+    before = program("x: f32[30, 8], i: i64[30, 1], v: f32[30, 1]", body, "%c")
+    after = REUSE.run(before)
+    check(after)
+    assert traffic(before).bytes - traffic(after).bytes == 2 * 4 * (30 * 8 - 30)
 
 
 def test_small_arrays_stay() -> None:
