@@ -65,11 +65,12 @@ class MatmulShape:
 
     def part(self) -> MatmulShape:
         """Of a matmul of more than `LARGEST` multiplications the first rows, columns or addends; else the whole."""
-        sizes = {"rows": self.rows, "inner": self.inner, "columns": self.columns}
-        while math.prod(sizes.values()) > LARGEST:
-            largest = max(sizes, key=lambda name: sizes[name])
+        sizes = [self.rows, self.inner, self.columns]
+        while math.prod(sizes) > LARGEST:
+            largest = sizes.index(max(sizes))
             sizes[largest] = -(-sizes[largest] // 2)
-        return replace(self, **sizes)
+        rows, inner, columns = sizes
+        return replace(self, rows=rows, inner=inner, columns=columns)
 
 
 @dataclass

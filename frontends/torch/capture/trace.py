@@ -136,7 +136,8 @@ def trace(
     flat, structure = pytree.tree_flatten((attributes, *operands))
 
     def run(*given: Any) -> tuple[Any, ...]:
-        return aware(*pytree.tree_unflatten(given, structure))
+        results: tuple[Any, ...] = aware(*pytree.tree_unflatten(given, structure))
+        return results
 
     try:
         with functorch_levels(), _without_onednn(), python_kernels.ours():

@@ -41,6 +41,7 @@ from daceml_train.frontends.torch.dynamo import (
     generators,
     graph_breaks,
     growing,
+    guard_latency,
     number_ranges,
     optimizers,
     polyfills,
@@ -89,6 +90,7 @@ _PATCHES: Any = (
     called_natively,
     versions,
     dropouts,
+    guard_latency,
 )
 """Modules that change what TorchDynamo does in traces of ours."""
 
