@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -24,10 +25,14 @@ def test_small_products_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_of_a_large_product_a_part_is_measured() -> None:
     logits = MatmulShape(512, 768, 50257, (768, 1), (1, 768), "nothing", 1)
     part = logits.part()
-    assert (part.rows, part.inner, part.a, part.b) == (512, 768, (768, 1), (1, 768))
+    assert (part.a, part.b) == ((part.inner, 1), (1, part.inner))
     assert tune_matmul.LARGEST / 4 < part.rows * part.inner * part.columns <= tune_matmul.LARGEST
     assert part.part() == part
+    turned = replace(logits, a=(1, 512), b=(50257, 1)).part()
+    assert (turned.a, turned.b) == ((1, turned.rows), (turned.columns, 1))
     assert product().part() == product()
+    with_gaps = replace(logits, a=(1024, 1))
+    assert with_gaps.part() == with_gaps
 
 
 def test_a_clear_difference_is_measured_twice_and_a_small_one_again() -> None:
