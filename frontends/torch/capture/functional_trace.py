@@ -43,10 +43,10 @@ def traced_once(
     mode: FakeTensorMode,
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> FunctionalGraph | None:
-    """The graph of `function` on fake operands without gradients.
+    """The graph of `function` on fake operands without gradients, without dead nodes.
 
-    None where it cannot be told from one run: effects, operands that share memory and are changed, or memory of
-    operands that is replaced.
+    None where one run does not tell: effects, operands that share memory and are changed, memory of operands that is
+    replaced, or operators that stay in place.
     """
     changed: list[int] = []
     told = True
@@ -71,15 +71,25 @@ def traced_once(
         enable_python_dispatcher(),
         functional,
     ):
-        graph = make_fx(run, decomposition_table=dict(decompositions), _disable_torch_fn_metadata_mode=True)(*operands)
-    if functional._tokens or not told or (changed and _share_memory(operands)):
+        module = make_fx(run, decomposition_table=dict(decompositions), _disable_torch_fn_metadata_mode=True)(*operands)
+    module.graph.eliminate_dead_code()
+    if (
+        functional._tokens
+        or not told
+        or (changed and _share_memory(operands))
+        or any(map(_mutates, module.graph.nodes))
+    ):
         return None
-    names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
-    return FunctionalGraph(graph, tuple(names[i] for i in changed))
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    return FunctionalGraph(module, tuple(names[i] for i in changed))
 
 
 def _replaced(wrapped: Any, given: Any) -> bool:
     return bool(has_metadata_mutation(wrapped, given, check_only_storage_mutation=False))
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _share_memory(operands: Sequence[Any]) -> bool:
