@@ -71,7 +71,8 @@ def traced_once(
         enable_python_dispatcher(),
         functional,
     ):
-        module = make_fx(run, decomposition_table=dict(decompositions), _disable_torch_fn_metadata_mode=True)(*operands)
+        distinct = [_detached(x) if isinstance(x, Tensor) else x for x in operands]
+        module = make_fx(run, decomposition_table=dict(decompositions), _disable_torch_fn_metadata_mode=True)(*distinct)
     module.graph.eliminate_dead_code()
     if (
         functional._tokens
@@ -82,6 +83,14 @@ def traced_once(
         return None
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
     return FunctionalGraph(module, tuple(names[i] for i in changed))
+
+
+def _detached(operand: Tensor) -> Tensor:
+    """An object of its own: a trace knows operands by identity, and one tensor may be several operands."""
+    result = operand.detach()
+    if hasattr(operand, "item_memo"):  # the symbol of its number, which other traces know already
+        result.item_memo = operand.item_memo  # type: ignore[attr-defined]
+    return result
 
 
 def _replaced(wrapped: Any, given: Any) -> bool:

@@ -53,6 +53,26 @@ def test_one_run_does_not_tell_of_replaced_or_shared_memory() -> None:
     assert traced(lambda a, b: (a.sum() + b.sum(),), x[:2], x[1:]) is not None
 
 
+def test_one_tensor_as_two_operands() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.randn(3))
+    graph = traced_once(lambda a, b: (a - 2 * b,), [x, x], mode, table())
+    assert graph is not None
+    a, b = torch.randn(3), torch.randn(3)
+    torch.testing.assert_close(graph.module(a, b)[0], a - 2 * b)
+    assert traced_once(lambda a, b: (a.add_(1), b + 1), [x, x], mode, table()) is None  # PyTorch's two runs refuse it
+
+
+def test_what_nothing_reads_is_no_part_of_the_graph() -> None:
+    def unread(x: Tensor) -> tuple[Tensor]:
+        x.exp().clone()
+        return (x + 1,)
+
+    graph = traced(unread, torch.randn(3))
+    assert graph is not None
+    assert [node.op for node in graph.module.graph.nodes] == ["placeholder", "call_function", "output"]
+
+
 class _Changing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
