@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -69,6 +69,34 @@ def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first byte and of the byte after its last one."""
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size() * bool(tensor.numel())
+
+
+def shares_memory(tensors: Sequence[torch.Tensor], written: Sequence[int]) -> bool:
+    """Whether an input that is written overlaps another one, which may have a storage of its own for that memory."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    memories = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+    for cluster in _overlapping(memories):
+        for i in set(written).intersection(cluster):
+            start, end = memory_span(tensors[i])
+            spans = (memory_span(tensors[k]) for k in cluster if k != i)
+            if any(start < last and first < end for first, last in spans):
+                return True
+    return False
+
+
+def _overlapping(spans: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """Groups of two and more spans, by position, that overlap one another directly or through others."""
+    cluster: list[int] = []
+    end = 0
+    for i in sorted((i for i, (start, stop) in enumerate(spans) if start < stop), key=lambda i: spans[i]):
+        if cluster and spans[i][0] >= end:
+            if len(cluster) > 1:
+                yield cluster
+            cluster = []
+        cluster.append(i)
+        end = max(end, spans[i][1])
+    if len(cluster) > 1:
+        yield cluster
 
 
 def check_apart(mutable: Sequence[torch.Tensor], fixed: Sequence[torch.Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -14,8 +13,8 @@ from daceml_train.driver.binding import (
     differentiable_outputs,
     input_tensors,
     laid_out,
-    memory_span,
     results_of,
+    shares_memory,
     sizes_of,
 )
 from daceml_train.driver.bound_optimizer import is_unresolved
@@ -370,21 +369,6 @@ def _run_on_plan(executable: Executable, inputs: Sequence[torch.Tensor]) -> tupl
         return executable(inputs), plan
     except InputMismatch:
         return _run_on_copies(executable, inputs), None
-
-
-def shares_memory(tensors: Sequence[torch.Tensor], written: Sequence[int]) -> bool:
-    """Whether an input that is written overlaps another one."""
-    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-    several = {storage for storage, count in collections.Counter(storages).items() if count > 1}
-    for i in written:
-        if storages[i] not in several:
-            continue
-        for k, other in enumerate(tensors):
-            if k != i and storages[k] == storages[i]:
-                (start, end), (first, last) = memory_span(tensors[i]), memory_span(other)
-                if start < last and first < end:
-                    return True
-    return False
 
 
 def _counts(captured: Captured, name: str) -> bool:

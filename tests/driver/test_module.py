@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
+import networkx as nx
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import daceml_train as dt
+from daceml_train.driver.binding import _overlapping
 from daceml_train.driver.module import state_of
 from tests.driver.conformity import assert_compiled, assert_tensors_conform, gradients
 from tests.driver.modules import Net, assert_same_behavior, close
@@ -283,6 +287,45 @@ def test_an_input_that_shares_memory_with_a_buffer() -> None:
     close(model.total, torch.full((4,), 2.0))
     state = state_of(optimized)
     assert state is not None and len(state.backend.breaks) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*shares memory with one that the model writes")
+def test_two_storages_with_the_same_memory() -> None:
+    """Arrays of NumPy that overlap, as two tensors; PyTorch knows of no alias then. Others stay compiled."""
+
+    class Adding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x.add_(1)
+            return (x + y) * self.weight
+
+    model, memory = Adding(), np.arange(10, dtype=np.float32)
+    optimized = dt.optimize(model)
+    pairs = [(slice(4), slice(4, 8)), (slice(4), slice(4)), (slice(4), slice(3, 7)), (slice(5, 9), slice(2, 6))]
+    for own, other in [*pairs, *pairs]:
+        found, expected = (
+            (call(torch.from_numpy(array[own]), torch.from_numpy(array[other])), array)
+            for call, array in ((optimized, memory.copy()), (model, memory.copy()))
+        )
+        close(found[0], expected[0])
+        assert (found[1] == expected[1]).all()
+    state = state_of(optimized)
+    assert state is not None and len(state.backend.breaks) == 1
+
+
+def test_spans_that_overlap() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        spans = [(start := draw.randrange(30), start + draw.randrange(6)) for _ in range(draw.randrange(8))]
+        order = nx.Graph([(i, i) for i, (start, stop) in enumerate(spans) if start < stop])
+        order.add_edges_from(
+            (i, k) for i in order for k in order if max(spans[i][0], spans[k][0]) < min(spans[i][1], spans[k][1])
+        )
+        expected = {frozenset(c) for c in nx.connected_components(order) if len(c) > 1}
+        assert {frozenset(c) for c in _overlapping(spans)} == expected
 
 
 def test_gradients_see_a_buffer_as_it_was_in_the_forward_pass() -> None:

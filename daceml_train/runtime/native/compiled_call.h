@@ -112,18 +112,32 @@ struct CompiledCall {
     return tensor;
   }
 
-  // Kernels assume that what they write has no alias.
+  // The bytes of an input's storage, and whether the program writes it.
+  struct Memory {
+    const char* start;
+    const char* stop;
+    bool written;
+  };
+
+  // Kernels assume that what they write has no alias. Two storages may have the same memory, as from an array of NumPy.
   bool writes_shared(const std::vector<void*>& tensors) const {
     if (written.empty()) return false;
-    std::vector<const void*> storages;
-    for (void* tensor : tensors) storages.push_back(storage_of(tensor));
-    std::vector<const void*> own;
-    for (int64_t i : written) own.push_back(storages[static_cast<size_t>(i)]);
-    std::sort(storages.begin(), storages.end());
-    return std::any_of(own.begin(), own.end(), [&storages](const void* each) {
-      const auto [first, last] = std::equal_range(storages.begin(), storages.end(), each);
-      return last - first > 1;
-    });
+    std::vector<Memory> memories;
+    for (void* tensor : tensors) memories.push_back(memory_of(tensor));
+    for (int64_t i : written) memories[static_cast<size_t>(i)].written = true;
+    std::sort(memories.begin(), memories.end(), [](const Memory& a, const Memory& b) { return a.start < b.start; });
+    const char* stop = nullptr;
+    bool writes = false;  // one of those that overlap up to `stop` is written
+    for (const Memory& each : memories) {
+      if (each.start == each.stop) continue;
+      if (each.start >= stop) {
+        writes = each.written;
+      } else if (writes || each.written) {
+        return true;
+      }
+      stop = std::max(stop, each.stop);
+    }
+    return false;
   }
 
   // Replaces the inputs by the operands of the forward program; false where what they were computed from has changed.
@@ -140,10 +154,12 @@ struct CompiledCall {
     return true;
   }
 
-  static const void* storage_of(void* tensor) {
-    if (tensor == nullptr) return nullptr;
+  static Memory memory_of(void* tensor) {
+    if (tensor == nullptr) return {};
     const auto& impl = *static_cast<c10::TensorImpl*>(tensor);
-    return impl.has_storage() ? impl.unsafe_storage().unsafeGetStorageImpl() : nullptr;
+    if (!impl.has_storage()) return {};
+    const auto* start = static_cast<const char*>(impl.unsafe_storage().data());
+    return {start, start + impl.unsafe_storage().nbytes(), false};
   }
 
   bool wants_gradient(const std::vector<void*>& tensors) const {
