@@ -15,6 +15,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._C._dynamo.eval_frame",
         "torch._C._is_tracing",
         "torch._TorchCompileWrapper",
+        "torch._C._dynamo.guards.profile_guard_manager",
         "torch._dynamo.OptimizedModule",
         "torch._dynamo.compiled_autograd",
         "torch._dynamo.config.compiled_autograd",

@@ -237,8 +237,8 @@ def list_schedule(works: Sequence[Work], edges: Sequence[Sequence[int]], streams
         own = {stream[p] for p in before}
         chosen = min(range(streams), key=lambda number: (starts[number], number not in own, number))
         needed = [p for p in before if stream[p] != chosen and waited[chosen][stream[p]] < p]
-        for p in needed:
-            waited[chosen][stream[p]] = max(waited[chosen][stream[p]], p)
+        for p in needed:  # in ascending order
+            waited[chosen][stream[p]] = p
         stream.append(chosen)
         waits.append(needed)
         free[chosen] = starts[chosen] + work.seconds

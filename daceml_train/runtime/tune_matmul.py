@@ -36,8 +36,7 @@ CLEAR = 1.4
 LARGEST = 1 << 32
 """Multiplications that are measured at most, of a larger matmul a part: a tenth of a second on one core.
 
-Smaller parts choose wrong: 512 x 768 x 50257 takes oneDNN 0.8 of MKL's time on an AMD EPYC with AVX2, as does an
-eighth of its columns, but a 64th of them takes it 1.1.
+Much smaller parts choose wrong: which library is faster changes between some hundred and some thousand columns.
 """
 MARGIN = 0.95
 """oneDNN is chosen if it takes at most this share of the BLAS's time: its result is an allocation of its own."""

@@ -201,9 +201,7 @@ def _translated(
         results = pytree.tree_leaves(_results(gm))
         bases = shared_bases(gm.graph.nodes, results, examples)
         traced = trace(gm, attributes, operands, grad_enabled, [*bases, *_unread(gm, randomness)], randomness)
-        nodes = traced.module.graph
-        collectives.refuse_collectives(nodes.nodes)
-        nodes.eliminate_dead_code()
+        collectives.refuse_collectives(traced.module.graph.nodes)
         graph = Graph("forward")
         t = Translator(graph, fallback.emit, randomness)
         inputs = _inputs(t, gm, example_inputs, operands, grad_enabled)

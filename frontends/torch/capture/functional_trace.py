@@ -85,11 +85,11 @@ def traced_once(
     return FunctionalGraph(module, tuple(names[i] for i in changed))
 
 
-def _detached(operand: Tensor) -> Tensor:
+def _detached(operand: Any) -> Any:
     """An object of its own: a trace knows operands by identity, and one tensor may be several operands."""
-    result = operand.detach()
+    result: Any = operand.detach()
     if hasattr(operand, "item_memo"):  # the symbol of its number, which other traces know already
-        result.item_memo = operand.item_memo  # type: ignore[attr-defined]
+        result.item_memo = operand.item_memo
     return result
 
 

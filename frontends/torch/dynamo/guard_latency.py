@@ -10,18 +10,18 @@ import functools
 from typing import Any
 
 import torch._dynamo.guards
+from torch._C._dynamo.guards import profile_guard_manager
 
 from daceml_train.frontends.torch.traces import Traces
 
-_guards: Any = torch._dynamo.guards
-measure: Any = getattr(_guards, "profile_guard_manager", None)
-"""TorchDynamo's measurement, if it has one."""
+measure = profile_guard_manager
+"""TorchDynamo's measurement."""
 
 
 @functools.cache
 def _install() -> None:
-    if measure is not None:
-        _guards.profile_guard_manager = _latency
+    guards: Any = torch._dynamo.guards
+    guards.profile_guard_manager = _latency
 
 
 def _latency(*arguments: Any) -> Any:
