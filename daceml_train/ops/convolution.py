@@ -107,6 +107,16 @@ class Geometry(Operator):
         again = moved and not same_memory(weight.shape, None, last)
         return simplify((4 if again else 2) * weight.bytes)
 
+    def cudnn_reorders(self, *operands: Tensor) -> Dim:
+        """The bytes that cuDNN moves: its kernels for matmul units read and write channels-last arrays, so others are
+        each converted before or after.
+
+        Source: NVIDIA, Convolutional Layers User's Guide, "Tensor Layouts".
+        """
+        arrays = [t for t in (*operands, *self.infer(*operands)) if t.rank == len(self.stride) + 2]
+        wrong = [t for t in arrays if not same_memory(t.shape, t.order, channels_last(t.rank))]
+        return simplify(sum((2 * t.bytes for t in wrong), start=0))
+
     def gradient(self, grad: Array, x: Any, w: Any, want: int) -> Array:
         """ATen's gradient of the convolution for x (0) or w (1); the array that is not read is passed as a shape."""
         import torch

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from daceml_train.analysis.aliases import is_alias
+from daceml_train.analysis.device_model import DeviceModel
 from daceml_train.analysis.traffic import traffic
 from daceml_train.analysis.weights_only import HELD
 from daceml_train.graph.graph import Graph, Node
@@ -36,23 +38,42 @@ class AssignLayouts(Pass):
     their layout. All costs are pairwise, so a minimum cut finds the cheapest assignment for the whole graph at once.
     Kernels write their results in the chosen layout; only library calls and the graph's inputs and results need a
     separate reorder. With `prepared`, reorders of parameters and buffers are free: an inference program executes them
-    once (`analysis.weights_only`).
+    once (`analysis.weights_only`). `library` is whose convolutions run (None: cuDNN's on a GPU, oneDNN's on a CPU).
     """
 
     level = "layout"
     strided: float = 0.5
     prepared: bool = False
+    library: Literal["onednn", "cudnn"] | None = None
+
+    def on(self, model: DeviceModel) -> Pass:
+        return self if self.library is not None else replace(self, library="cudnn")
 
     def run(self, graph: Graph) -> Graph:
         if not any(isinstance(node.op, Geometry) for node in graph.nodes):
             return graph
-        chosen, cost = _Costs(graph, self.strided, self.prepared).solve(free=True)
-        _, before = _Costs(graph, self.strided, self.prepared).solve(free=False)
+        chosen, cost = _Costs(graph, self).solve(free=True)
+        _, before = _Costs(graph, self).solve(free=False)
         if cost >= before:
             return graph
         after = _Rebuild(graph, chosen).run()
-        gained = hint(traffic(after).bytes - traffic(graph).bytes)
+        gained = self.moved(after) - self.moved(graph)
         return after if gained <= 0 or self.prepared else graph
+
+    def moved(self, graph: Graph) -> float:
+        """The bytes that a graph moves, symbols counted as a fixed number."""
+        counted = hint(traffic(graph).bytes)
+        for node in graph.nodes:
+            if isinstance(node.op, Geometry):
+                operands = [graph.tensors[name] for name in node.inputs]
+                counted += self.reorders(node.op, operands) - hint(node.op.reorders(*operands))
+        return counted
+
+    def reorders(self, op: Operator, operands: Sequence[Tensor]) -> float:
+        """The bytes that a library call reorders."""
+        if self.library == "cudnn" and isinstance(op, Geometry):
+            return hint(op.cudnn_reorders(*operands))
+        return hint(op.reorders(*operands))
 
 
 def image_ranks(graph: Graph) -> frozenset[int]:
@@ -100,9 +121,10 @@ class _Costs:
     in that layout exists.
     """
 
-    def __init__(self, graph: Graph, strided: float, prepared: bool = False) -> None:
-        self.graph, self.strided, self.problem = graph, strided, Assignment()
-        self.free = {n for n, e in graph.inputs.items() if prepared and e.role in HELD and n not in graph.writes}
+    def __init__(self, graph: Graph, options: AssignLayouts) -> None:
+        self.graph, self.options, self.problem = graph, options, Assignment()
+        held = {n for n, e in graph.inputs.items() if e.role in HELD and n not in graph.writes}
+        self.free = held if options.prepared else set[str]()
         self.ranks = image_ranks(graph)
         self.names = [name for name, tensor in graph.tensors.items() if choosable(tensor, self.ranks)]
         self.broadcast: set[str] = set()
@@ -160,7 +182,7 @@ class _Costs:
         else:
             for name in dict.fromkeys((*node.inputs, *node.outputs)):
                 if name in self.choosable and name not in self.broadcast:
-                    self.problem.apart(("kernel", number), name, self.strided * self.bytes(name))
+                    self.problem.apart(("kernel", number), name, self.options.strided * self.bytes(name))
 
     def alias(self, node: Node) -> None:
         (x,), (y,) = node.inputs, node.outputs
@@ -183,7 +205,7 @@ class _Costs:
                 self.problem.equal(name, runs)
         for label in (False, True):
             operands = [laid_out(self.graph.tensors[name], label, self.ranks) for name in node.inputs]
-            self.problem.cost(runs, label, hint(node.op.reorders(*operands)))
+            self.problem.cost(runs, label, self.options.reorders(node.op, operands))
 
     def solve(self, free: bool) -> tuple[Label, float]:
         """A cheapest assignment and its cost; unless `free`, one in which each array keeps its current layout."""

@@ -21,6 +21,9 @@ REGISTERS = 48
 VECTOR = 16
 """Bytes of the widest access."""
 MOST_THREADS = 1024
+SUMMING_THREADS, SUMMING_BLOCKS = 512, 128
+"""Blocks of rows that are summed over store what they have summed, so they have as many teams as leave so many blocks.
+"""
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,14 @@ def _held_rows(loops: Loops, phases: Staging) -> list[Geometry]:
         steps = [(team, 2), (min(MOST_THREADS // 2, 2 * team), 2), (max(64, team // 2), 2), (team, 4), (team, 1)]
         return [Geometry(t, t, width, n, resident=False, ragged=ragged, ahead=ahead, each=8) for t, n in steps]
 
+    sums = any(loops.kind(leaf) == "column" for leaf in loops.leaves.values())
+    together = int(hint(product(a.size for a in loops.row_axes))) // SUMMING_BLOCKS if sums else 1
+
     def held(team: int, threads: int, width: int = width) -> Geometry:
         count = -(-int(lanes) // (width * team))
         full, rest = lanes == team * width * count, ragged and width > 1
-        return Geometry(max(team, threads), team, width, count, full=full, ragged=rest, ahead=ahead, each=8)
+        threads = max(team, threads, min(SUMMING_THREADS, team * _power_below(together)))
+        return Geometry(threads, team, width, count, full=full, ragged=rest, ahead=ahead, each=8)
 
     # more than a warp: the block, for its barriers
     team = min(32, _power(fragments)) if fragments <= 32 * most else _power(-(-fragments // most))

@@ -288,7 +288,7 @@ class ThreadGenerator(TargetCodeGenerator):
                 together.setdefault((kind, wide), []).append((kept, target))
         for (kind, wide), pairs in together.items():
             lines.append(f"{{ {wide} row[{len(pairs)}] = {{{', '.join(f'whole_of_{kept}' for kept, _ in pairs)}}};")
-            lines.append(f"vm::over_group<{functor(kind)}, TEAM>(row);")
+            lines.append(f"vm::over_group<{functor(kind)}, TEAM, TEAMS>(row);")
             for i, (_, target) in enumerate(pairs):
                 lines.append(f"{target} = {COMBINE[kind].format(t=wide, a=target, b=f'row[{i}]')};")
             lines.append("}")

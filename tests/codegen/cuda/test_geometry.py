@@ -37,11 +37,13 @@ def rows(lanes: int, count: int = 3, dtype: torch.dtype = torch.float32) -> list
 def test_lanes_of_every_size():
     cases = [c for lanes in (36, 250, 1024) for c in rows(lanes)]
     cases += rows(1024 * 4, 2) + rows(1024 * 9 + 4, 2)  # blocks of many warps; more than registers hold
+    cases += rows(768, 300)[1:2]  # blocks of several teams of many warps
     check(cases)
     shapes = {code_of(c).plan.geometry for c in cases}
     assert {g.team for g in shapes} >= {16, 32, 64, 128}
     assert {g.threads for g in shapes} >= {128, 256, 512}
     assert any(g.tiled for g in shapes) and any(not g.resident for g in shapes)
+    assert any(g.team > 32 and g.teams > 1 for g in shapes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, pytest.param(torch.float16, marks=pytest.mark.wide)])

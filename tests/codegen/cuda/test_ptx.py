@@ -11,6 +11,7 @@ from daceml_train.codegen.cuda.compile import find_nvcc
 from daceml_train.errors import CompilerError
 from tests.codegen import groups
 from tests.codegen.cuda.ptx.running import check, found
+from tests.codegen.cuda.running import code_of
 from tests.codegen.running import Case
 from tests.codegen.test_families import case, families
 from tests.codegen.test_random_groups import group
@@ -62,6 +63,10 @@ def without_barriers(header: str) -> str:
     return re.sub(r"__syncthreads\(\);", "", header)
 
 
+def without_team_barriers(header: str) -> str:
+    return header.replace("team_barrier(threadIdx.x / G, G);", "")
+
+
 def without_bounds(header: str) -> str:
     return header.replace("!RAGGED || i < count", "true").replace("!RAGGED || count >= V", "true")
 
@@ -80,6 +85,16 @@ def sums() -> Case:
     return case("column sum", groups.column_sum, torch.randn(4, 60, 64))
 
 
+def held_sums() -> Case:
+    """Rows of teams of two warps, several in a block, which sums the rows as well."""
+    r = torch.randn
+    x, one = r(300, 512), r(300, 1)
+    made = case("layer_norm_backward", groups.layer_norm_backward, r(300, 512), x, r(512), one, one)
+    geometry = code_of(made).plan.geometry
+    assert geometry.team > 32 and geometry.teams > 1
+    return made
+
+
 def ragged() -> Case:
     """Rows that end within a fragment."""
     return case("gelu", groups.bias_gelu, torch.randn(1, 39), torch.randn(39))
@@ -90,6 +105,7 @@ def ragged() -> Case:
     [
         (wide_softmax, without_barriers, 0, "shared race"),
         (sums, without_barriers, 0, "shared race"),
+        (held_sums, without_team_barriers, 0, "shared race"),
         (ragged, without_bounds, 0, "out of bounds"),
         (sums, without_alignment, 1, "misaligned"),
     ],

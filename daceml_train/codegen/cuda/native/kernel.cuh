@@ -91,26 +91,38 @@ template <typename Op, int G, typename T, int N> VM void over_warp(T (&value)[N]
     for (int n = 0; n < N; ++n) value[n] = Op::of(value[n], shuffle(mask, value[n], across));
 }
 
-// Over groups of G threads, or over the whole block where G > 32; every thread of the block calls it then.
-template <typename Op, int G, typename T, int N> VM void over_group(T (&value)[N]) {
+#ifndef VM_EMULATOR
+// Barrier 0 is __syncthreads; a block has 16 of them.
+VM void team_barrier(int team, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(threads) : "memory"); }
+#endif
+template <int G, int TEAMS> VM void barrier() {
+  if constexpr (TEAMS == 1) {
+    __syncthreads();
+  } else {
+    team_barrier(threadIdx.x / G, G);
+  }
+}
+
+// Over groups of G threads; every thread of the group calls it. A block has TEAMS of them.
+template <typename Op, int G, int TEAMS, typename T, int N> VM void over_group(T (&value)[N]) {
   over_warp<Op, (G < 32 ? G : 32)>(value);
   if constexpr (G > 32) {
     constexpr int WARPS = G / 32;
-    __shared__ T parts[N][WARPS];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    __syncthreads();  // whoever still reads the parts of the reduction before this one
+    __shared__ T parts[N][TEAMS * WARPS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = warp - warp % WARPS;
+    barrier<G, TEAMS>();  // whoever still reads the parts of the reduction before this one
 #pragma unroll
     for (int n = 0; n < N; ++n)
       if (lane == 0) parts[n][warp] = value[n];
-    __syncthreads();
+    barrier<G, TEAMS>();
 #pragma unroll
-    for (int n = 0; n < N; ++n) value[n] = parts[n][lane % WARPS];
+    for (int n = 0; n < N; ++n) value[n] = parts[n][first + lane % WARPS];
     over_warp<Op, WARPS>(value);
   }
 }
 template <typename Op, int G, typename T> VM T over_block(T value) {
   T values[1] = {value};
-  over_group<Op, G>(values);
+  over_group<Op, G, 1>(values);
   return values[0];
 }
 

@@ -42,6 +42,7 @@ static std::vector<std::unique_ptr<Fiber>> fibers;
 struct Group { Meeting meeting; uint32_t shown[2][32]; };  // what threads show one another, in even and odd rounds
 static Meeting all;
 static std::map<uint64_t, Group> groups;  // by warp and mask
+static std::map<int, Meeting> teams;
 static const std::function<void()>* body;
 static int running, threads_of_block;
 
@@ -63,7 +64,7 @@ static inline void meet(Meeting& at, int count) {
 static inline bool waiting(const Fiber& fiber) { return fiber.waits && fiber.waits->round == fiber.round; }
 
 static inline int run_block(int64_t index, int threads) {
-  all = Meeting(), groups.clear();
+  all = Meeting(), groups.clear(), teams.clear();
   for (int t = 0; t < threads; ++t) {
     Fiber& fiber = *fibers[t];
     fiber.done = false, fiber.waits = nullptr;
@@ -102,6 +103,7 @@ static inline int launch(const std::function<void()>& kernel, int64_t blocks, in
 }
 }  // namespace emulator
 
+static inline void emulate_team_barrier(int team, int threads) { emulator::meet(emulator::teams[team], threads); }
 static inline void emulate_barrier() { emulator::meet(emulator::all, emulator::threads_of_block); }
 static inline uint32_t __shfl_xor_sync(uint32_t mask, uint32_t value, int across) {
   const unsigned me = threadIdx.x;
@@ -116,6 +118,8 @@ static inline uint32_t __shfl_xor_sync(uint32_t mask, uint32_t value, int across
 extern "C" __attribute__((visibility("default"))) void emulator_seed(uint64_t seed) { emulator::seed = seed | 1; }
 #ifndef WITHOUT_BARRIERS
 #define __syncthreads emulate_barrier
+#define team_barrier emulate_team_barrier
 #else
 #define __syncthreads()
+#define team_barrier(team, threads)
 #endif

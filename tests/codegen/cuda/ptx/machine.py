@@ -40,6 +40,10 @@ class Machine:
         """Parameters and results of calls."""
         self.position = np.zeros(self.count, np.int64)
         self.done, self.waiting = np.zeros(self.count, bool), np.zeros(self.count, bool)
+        self.barrier = np.zeros(self.count, np.int64)
+        """The number of the barrier at which a thread waits: 0 is the block's, others are those of teams."""
+        self.team = 0
+        """Threads that meet at barriers of teams."""
 
     def run(self) -> list[str]:
         """Run to the end; what was found. Raises `Fault`."""
@@ -57,17 +61,28 @@ class Machine:
 
     # ---- control --------------------------------------------------------------------------------------------------
     def _release(self) -> None:
-        """All threads that are not done wait at a barrier: let each block go on."""
-        waiting, done = (x.reshape(self.blocks, self.threads) for x in (self.waiting, self.done))
-        position = self.position.reshape(self.blocks, self.threads)
-        for block in np.nonzero(waiting.any(1))[0]:
-            if done[block].any():
+        """All threads that are not done wait at a barrier: let teams that have met go on, or else whole blocks."""
+        released = False
+        for block in range(self.blocks):
+            members = np.arange(block * self.threads, (block + 1) * self.threads)
+            for number in np.unique(self.barrier[members][self.waiting[members]]):
+                here = members[self.waiting[members] & (self.barrier[members] == number)]
+                if number and len(here) == self.team:
+                    self._go_on(here, self.team)
+                    released = True
+        for block in range(self.blocks) if not released else ():
+            members = np.arange(block * self.threads, (block + 1) * self.threads)
+            if self.done[members].any() and self.waiting[members].any():
                 self.memory.findings["a barrier that some threads never reach"] += 1
-            if len(np.unique(position[block][waiting[block]])) > 1:
-                self.memory.findings["threads wait at different barriers"] += 1
-            position[block][waiting[block]] += 1
-            self.memory.interval[block] += 1
-        self.waiting[:] = False
+            if len(here := members[self.waiting[members]]):
+                self._go_on(here)
+
+    def _go_on(self, threads: Array, size: int = 0) -> None:
+        if len(np.unique(self.position[threads])) > 1:
+            self.memory.findings["threads wait at different barriers"] += 1
+        self.position[threads] += 1
+        self.waiting[threads] = False
+        self.memory.barrier(threads, size)
 
     def _advance(self, ready: Array) -> int:
         """Run the threads at the lowest instruction until they branch or reach others; the number of steps."""
@@ -101,6 +116,9 @@ class Machine:
                 if len(threads) != len(here):
                     raise Fault(f"a barrier under a condition: {instruction.text}")
                 self.position[here], self.waiting[here] = current, True
+                number, *size = instruction.operands
+                self.barrier[here] = self.read(number, "u32", here)
+                self.team = int(self.read(size[0], "u32", here)[0]) if size else self.team
             case _:
                 self.done[threads] = True
 

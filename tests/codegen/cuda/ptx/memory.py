@@ -1,6 +1,7 @@
 """Memory of an interpreted launch: where accesses may go, and which of them race.
 
-Two accesses of a byte race if one of them writes, different threads do them, and no barrier of their block is between.
+Two accesses of a byte race if one of them writes, different threads do them, and no barrier of their block is between,
+nor one of their team.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ NOBODY, MANY = -1, -2
 GAP = 64
 """Bytes between allocations, which nothing may touch."""
 FILLER = 255
+TURNS = 32
+"""The bits of a thread's clock that count barriers of its team; those above count barriers of its block."""
 
 
 class Fault(Exception):
@@ -20,44 +23,58 @@ class Fault(Exception):
 
 
 class Marks:
-    """Who accessed each cell of a memory last, and in which interval between barriers."""
+    """Who accessed each cell of a memory last, and at which time by the clock of that thread."""
 
-    def __init__(self, cells: int, block_of: np.ndarray) -> None:
-        self.block_of = block_of
-        self.writer, self.reader, self.reader_block = (np.full(cells, NOBODY, np.int32) for _ in range(3))
-        self.written_in, self.read_in = (np.full(cells, -1, np.int32) for _ in range(2))
+    def __init__(self, cells: int, block_of: np.ndarray, team_of: np.ndarray) -> None:
+        self.block_of, self.team_of = block_of, team_of
+        self.writer, self.reader, self.reader_block, self.reader_team = (
+            np.full(cells, NOBODY, np.int32) for _ in range(4)
+        )
+        self.written_at, self.read_at = (np.full(cells, -1, np.int64) for _ in range(2))
 
-    def race(self, cells: np.ndarray, threads: np.ndarray, interval: np.ndarray, write: bool) -> str:
+    def race(self, cells: np.ndarray, threads: np.ndarray, clock: np.ndarray, write: bool) -> str:
         """Note accesses, one per thread, at the same time; how they race, or an empty string."""
-        blocks, kind = self.block_of[threads], ""
-        writer = self.writer[cells]
-        ordered = (self.block_of[np.maximum(writer, 0)] == blocks) & (self.written_in[cells] < interval)
+        kind, writer = "", self.writer[cells]
+        before = np.maximum(writer, 0)
+        ordered = self._ordered(self.block_of[before], self.team_of[before], self.written_at[cells], threads, clock)
         if ((writer != NOBODY) & (writer != threads) & ~ordered).any():
             kind = "write after write" if write else "read after write"
         if write:
             reader = self.reader[cells]
-            ordered = (self.reader_block[cells] == blocks) & (self.read_in[cells] < interval)
+            ordered = self._ordered(
+                self.reader_block[cells], self.reader_team[cells], self.read_at[cells], threads, clock
+            )
             if ((reader != NOBODY) & (reader != threads) & ~ordered).any():
                 kind = "write after read"
             if len(np.unique(cells)) < len(cells):
                 kind = "write and write"
-            self.writer[cells], self.written_in[cells] = threads, interval
+            self.writer[cells], self.written_at[cells] = threads, clock
             return kind
-        self._read(cells, threads, blocks, interval)
+        self._read(cells, threads, clock)
         return kind
 
-    def _read(self, cells: np.ndarray, threads: np.ndarray, blocks: np.ndarray, interval: np.ndarray) -> None:
-        reader, block = self.reader[cells], self.reader_block[cells]
-        stale = (reader == NOBODY) | ((block == blocks) & (self.read_in[cells] < interval))
-        reader = np.where(stale | (reader == threads), threads, MANY)
-        block = np.where(stale | (block == blocks), blocks, MANY)
-        self.reader[cells], self.reader_block[cells], self.read_in[cells] = reader, block, interval
-        places, first, inverse, count = np.unique(cells, return_index=True, return_inverse=True, return_counts=True)
-        shared = places[count > 1]
-        self.reader[shared] = MANY
-        apart = np.zeros(len(places), bool)
-        np.logical_or.at(apart, inverse, blocks != blocks[first][inverse])
-        self.reader_block[places[apart]] = MANY
+    def _ordered(
+        self, block: np.ndarray, team: np.ndarray, at: np.ndarray, threads: np.ndarray, clock: np.ndarray
+    ) -> np.ndarray:
+        """Whether a barrier is between accesses by a block and team at a time, and those by these threads now."""
+        own = (team == self.team_of[threads]) & (at < clock)
+        return (block == self.block_of[threads]) & ((at >> TURNS < clock >> TURNS) | own)
+
+    def _read(self, cells: np.ndarray, threads: np.ndarray, clock: np.ndarray) -> None:
+        reader, block, team = self.reader[cells], self.reader_block[cells], self.reader_team[cells]
+        stale = (reader == NOBODY) | self._ordered(block, team, self.read_at[cells], threads, clock)
+        places, first, inverse = np.unique(cells, return_index=True, return_inverse=True)
+        for held, mine in (
+            (self.reader, threads),
+            (self.reader_block, self.block_of[threads]),
+            (self.reader_team, self.team_of[threads]),
+        ):
+            before = held[cells]
+            held[cells] = np.where(stale | (before == mine), mine, MANY)
+            apart = np.zeros(len(places), bool)
+            np.logical_or.at(apart, inverse, mine != mine[first][inverse])
+            held[places[apart]] = MANY
+        self.read_at[cells] = clock
 
 
 class Arena:
@@ -90,17 +107,27 @@ class Accesses:
     def __init__(self, arena: Arena, shared_bytes: int, blocks: int, threads: int) -> None:
         self.arena, self.shared_bytes, self.findings = arena, shared_bytes, Counter[str]()
         self.block_of = np.repeat(np.arange(blocks, dtype=np.int32), threads)
-        self.interval = np.zeros(blocks, np.int32)
+        self.team_of = np.arange(blocks * threads, dtype=np.int32)
+        """Threads with the same number have met at barriers of their own."""
+        self.clock = np.zeros(blocks * threads, np.int64)
         self.shared = np.zeros(blocks * shared_bytes, np.uint8)
         self.written = np.zeros(blocks * shared_bytes, bool)
         self.marks = {
-            "global": Marks(len(arena.bytes), self.block_of),
-            "shared": Marks(blocks * shared_bytes, self.block_of),
+            "global": Marks(len(arena.bytes), self.block_of, self.team_of),
+            "shared": Marks(blocks * shared_bytes, self.block_of, self.team_of),
         }
 
     def bytes(self, space: str) -> np.ndarray:
         """All bytes of a memory."""
         return self.arena.bytes if space == "global" else self.shared
+
+    def barrier(self, threads: np.ndarray, size: int = 0) -> None:
+        """These threads met: those of a block, or a team of so many."""
+        if size:
+            self.team_of[threads] = threads // size
+            self.clock[threads] += 1
+        else:
+            self.clock[threads] = (self.clock[threads] >> TURNS) + 1 << TURNS
 
     def checked(
         self, space: str, address: np.ndarray, threads: np.ndarray, element: int, width: int, write: bool, text: str
@@ -121,7 +148,7 @@ class Accesses:
             cells = place + start
             if space == "global" and not (self.allowed(cells, element)):
                 raise Fault(f"out of bounds: {text}")
-            if kind := self.marks[space].race(cells, threads, self.interval[blocks], write):
+            if kind := self.marks[space].race(cells, threads, self.clock[threads], write):
                 self.findings[f"{space} race, {kind}: {text}"] += 1
             if space == "shared":
                 self._initialized(cells, element, write, text)
