@@ -312,7 +312,7 @@ def compile_graph(
 def note_program(record: Record, graph: Graph, program: Program) -> None:
     """Record what a program launches and moves."""
     record.recomputed += rematerialized_within(graph)
-    record.costs = costs(graph, program.launches, program.nodes)
+    record.costs = costs(graph, program)
     record.flops = record.flops + total(cost.flops for cost in record.costs)
     for launch in (launch for each in program.all for launch in each.launches):
         if isinstance(launch, KernelLaunch):

@@ -46,11 +46,16 @@ class Lowering(Protocol):
     ) -> None:
         """Launch a generated kernel."""
 
-    def code(self, code: KernelCode) -> int:
+    def code(self, code: KernelCode) -> tuple[int, ...]:
         """The number of a kernel's code in the program."""
 
     def start(
-        self, number: int, places: Sequence[BufferView], origin: str, operands: int, in_place: tuple[int, ...]
+        self,
+        numbers: tuple[int, ...],
+        places: Sequence[BufferView],
+        origin: str,
+        operands: int,
+        in_place: tuple[int, ...],
     ) -> None:
         """Launch a kernel by its number."""
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from daceml_train.analysis.aliases import is_alias
 from daceml_train.analysis.chunks import update_chains
 from daceml_train.analysis.network import sent_by
 from daceml_train.analysis.traffic import Entry, total, traffic
+from daceml_train.codegen.cuda.launch import CudaPart
 from daceml_train.graph.graph import Graph
 from daceml_train.lowering.naming import names
-from daceml_train.lowering.program import CallLaunch, ControlLaunch, CopyLaunch, KernelLaunch, Launch
+from daceml_train.lowering.program import CallLaunch, ControlLaunch, CopyLaunch, KernelLaunch, Launch, Program
 from daceml_train.ops.collective import Start
 from daceml_train.ops.kernel import described
 from daceml_train.ops.operator import Operator
-from daceml_train.tensor import Dim, Tensor
+from daceml_train.tensor import Dim, Tensor, simplify
 
 _KINDS = {KernelLaunch: "kernel", CallLaunch: "call", CopyLaunch: "copy", ControlLaunch: "control"}
 
@@ -48,12 +48,13 @@ class Cost:
         return self.read + self.written + self.reordered
 
 
-def costs(graph: Graph, launches: Sequence[Launch], nodes: Sequence[int]) -> list[Cost]:
-    """The cost of each launch; `nodes` maps launches to the node of the graph that each computes, -1 for final copies.
+def costs(graph: Graph, program: Program) -> list[Cost]:
+    """The cost of each launch of a graph's program.
 
     Of several launches for one node, the last one computes it; the others copy operands. The launches of a chunked
-    gradient each take a share of its cost.
+    gradient each take a share of its cost, and those of a kernel in two parts what they touch.
     """
+    launches, nodes = program.launches, program.nodes
     entries = traffic(graph).entries
     last = {node: index for index, node in enumerate(nodes) if node >= 0}
     parted = {p for c in update_chains(graph).values() for p in (c.gradient, c.rows, c.update)}
@@ -70,9 +71,27 @@ def costs(graph: Graph, launches: Sequence[Launch], nodes: Sequence[int]) -> lis
             results.append(replace(cost, network=sent_by(graph, (graph.nodes[node],))))
             if isinstance(op := graph.nodes[node].op, Start):
                 results[-1] = replace(results[-1], operators=f"start {op.kind}")
+            if _is_second(program, launch):
+                results[-2:] = _halves(program, launch, results[-1])
         else:
             results.append(_moved(launch))
     return results
+
+
+def _is_second(program: Program, launch: Launch) -> bool:
+    """Whether a launch is the second one of a kernel."""
+    part = program.codes[launch.code] if isinstance(launch, KernelLaunch) else None
+    return isinstance(part, CudaPart) and part.number == 1
+
+
+def _halves(program: Program, second: Launch, whole: Cost) -> tuple[Cost, Cost]:
+    """The costs of a kernel's two launches: the second one's is what it touches."""
+    assert isinstance(second, KernelLaunch)
+    own = second.places[: len(second.places) - len(program.codes[second.code].scratch)]
+    sizes = [(i in second.writes, Tensor(place.shape, place.dtype).bytes) for i, place in enumerate(own)]
+    read, written = (total(size for w, size in sizes if w is wanted) for wanted in (False, True))
+    first = replace(whole, read=simplify(whole.read - read), written=simplify(whole.written - written))
+    return first, replace(whole, read=read, written=written, flops=0)
 
 
 def _share(whole: Cost, k: int, parts: int) -> Cost:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from daceml_train.analysis.device_model import ACHIEVED_MATMUL, L2_SHARE, DeviceModel
-from daceml_train.codegen.cuda.launch import CudaCode
+from daceml_train.codegen.cuda.launch import CudaCode, CudaPart, whole_of
 from daceml_train.lowering.cost import Cost
 from daceml_train.lowering.program import (
     BufferView,
@@ -193,11 +193,15 @@ def operations_of(
         if isinstance(launch, CallLaunch):
             dtype = multiplies_in(launch.target, _narrowest(program, launch), flops, tf32)
             converted = _converted(program, launch, value)
-        elif isinstance(launch, KernelLaunch) and isinstance(code := program.codes[launch.code], CudaCode):
-            blocks = code.blocks(value, processors)
-            threads, launches = blocks * code.threads, code.launches
+        elif isinstance(launch, KernelLaunch) and isinstance(code := program.codes[launch.code], CudaCode | CudaPart):
+            blocks = whole_of(code).blocks(value, processors)
             partial = _partial(launch, code, blocks, value)
-            reads, writes = reads + partial, writes + partial
+            if isinstance(code, CudaPart):
+                threads = code.threads(value, processors)
+                reads, writes = (reads + partial, writes) if code.number else (reads, writes + partial)
+            else:
+                threads, launches = blocks * code.threads, code.launches
+                reads, writes = reads + partial, writes + partial
         width = max(1, _narrowest(program, launch).bytes)
         yield Operation(
             cost.name or cost.operators,
@@ -218,7 +222,7 @@ def with_blocks(size: Dim, blocks: int) -> Dim:
     return size if isinstance(size, int) else size.subs(symbol("blocks"), blocks)
 
 
-def _partial(launch: KernelLaunch, code: CudaCode, blocks: int, value: Callable[[Dim], int]) -> Touched:
+def _partial(launch: KernelLaunch, code: CudaCode | CudaPart, blocks: int, value: Callable[[Dim], int]) -> Touched:
     """The scratch arrays of a kernel with so many blocks, which are written and read."""
     places = launch.places[len(launch.places) - len(code.scratch) :] if code.scratch else ()
     sizes = [with_blocks(size, blocks) for size in code.scratch]

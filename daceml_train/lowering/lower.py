@@ -18,6 +18,7 @@ from daceml_train.analysis.chunks import update_chains
 from daceml_train.analysis.concat_aliases import concat_aliases
 from daceml_train.analysis.memory import overwrites, summands
 from daceml_train.codegen.cpu.launch import KernelCode, Layout
+from daceml_train.codegen.cuda.launch import CudaPart
 from daceml_train.codegen.library.templates import has_template, written_kernel
 from daceml_train.codegen.library.tiles import tiled
 from daceml_train.errors import Invalid, Refused, Unsupported
@@ -51,6 +52,9 @@ from daceml_train.ops.read import Read
 from daceml_train.tensor import Dim, DType, Shape, Tensor, same, same_shape, simplify
 
 
+Ints = tuple[int, ...]
+
+
 def lower(graph: Graph, results: int | None = None, device: Device = CPU, body: bool = False) -> Program:
     """The program of a graph of leaves and kernels. Raises `Unsupported` for an operator without lowering.
 
@@ -72,8 +76,8 @@ class _Lowering:
         self.graph, self.is_body, self.program = graph, body, Program(graph.name)
         self.places: dict[str, BufferView] = {}
         self.nodes = graph.producers()
-        self.numbers: dict[tuple[Operator, tuple[Layout, ...], tuple[Layout, ...]], int] = {}
-        """Kernels generated so far, by structure and layouts: networks repeat their blocks."""
+        self.numbers: dict[tuple[Operator, tuple[Layout, ...], tuple[Layout, ...]], Ints] = {}
+        """Kernels generated so far, or their parts, by structure and layouts: networks repeat their blocks."""
         self.visible = {self.base(name) for name in graph.outputs}
         aliases = roots(graph)
         self.overwrites = overwrites(graph, aliases, summands(graph, aliases))
@@ -300,21 +304,27 @@ class _Lowering:
         in_place = tuple(operand for _, operand in kernel.updates)
         self.start(self.numbers[kernel, *layouts], (*operands, *written), origin, len(operands), in_place)
 
-    def code(self, code: KernelCode) -> int:
-        """The number of a kernel's code in the program."""
-        self.program.codes.append(code)
-        return len(self.program.codes) - 1
+    def code(self, code: KernelCode) -> Ints:
+        """The numbers of a kernel's parts in the program, or that of the kernel."""
+        first = len(self.program.codes)
+        self.program.codes += code.parts or (code,)
+        return tuple(range(first, len(self.program.codes)))
 
     def start(
-        self, number: int, places: Sequence[BufferView], origin: str, operands: int, in_place: tuple[int, ...] = ()
+        self, numbers: Ints, places: Sequence[BufferView], origin: str, operands: int, in_place: Ints = ()
     ) -> None:
-        """Add the launch of a kernel, with memory for its scratch arrays. The first buffer views are its operands."""
-        scratch = []
-        for bytes_ in self.program.codes[number].scratch:
+        """Add the launches of a kernel, with memory for its scratch arrays. The first buffer views are its operands."""
+        codes, scratch = self.program.codes, []
+        for bytes_ in codes[numbers[0]].scratch:
             scratch.append(self.new_place(Buffer(Allocation.arena, DType.uint8, (bytes_,), (1,))))
         all_places = (*places, *scratch)
         writes = (*in_place, *range(operands, len(all_places)))
-        self.program.launches.append(KernelLaunch(number, all_places, origin, writes))
+        for number in numbers:
+            if isinstance(part := codes[number], CudaPart):
+                here = tuple(all_places[position] for position in part.positions)
+                self.program.launches.append(KernelLaunch(number, here, origin, part.writes))
+            else:
+                self.program.launches.append(KernelLaunch(number, all_places, origin, writes))
 
     def written(self, node: Node) -> bool:
         """Launch a hand-written kernel, if there is one for these operand layouts."""
@@ -332,8 +342,8 @@ class _Lowering:
         for k, (name, tensor) in enumerate(zip(node.outputs, tensors, strict=True)):
             self.places[name] = operands[updates[k]] if k in updates else self.allocate(name, tensor)
         results = [self.places[name] for k, name in enumerate(node.outputs) if k not in updates]
-        number, in_place = self.numbers[node.op, *layouts], tuple(updates.values())
-        self.start(number, (*operands, *results), str(node.origin), len(operands), in_place)
+        numbers, in_place = self.numbers[node.op, *layouts], tuple(updates.values())
+        self.start(numbers, (*operands, *results), str(node.origin), len(operands), in_place)
         return True
 
     def call(self, node: Node) -> None:

@@ -223,17 +223,26 @@ def assign(count: int, edges: Sequence[Sequence[int]], most: int = MOST_STREAMS)
 
 
 def list_schedule(works: Sequence[Work], edges: Sequence[Sequence[int]], streams: int) -> Schedule:
-    """Each launch in turn on the stream on which it begins first, or else on that of a launch that it depends on."""
+    """Each launch in turn on the stream on which it begins first, or else on that of a launch that it depends on.
+
+    A stream is left to the launch with the longest path after it among those that wait for the stream's last one:
+    another one takes it only if it would begin later elsewhere by more than it takes.
+    """
     stream: list[int] = []
     ends: list[float] = []
     waits: list[list[int]] = []
     free = [0.0] * streams
     waited = [[-1] * streams for _ in range(streams)]  # the last launch of another stream that a stream has waited for
-    for work, before in zip(works, reduced(edges), strict=True):
+    minimal = reduced(edges)
+    heirs, last = _heirs(works, minimal), [-1] * streams
+    for launch, (work, before) in enumerate(zip(works, minimal, strict=True)):
         starts = [
             max([ready, *(ends[p] + (EVENT_SECONDS if stream[p] != number else 0.0) for p in before)])
             for number, ready in enumerate(free)
         ]
+        for number, previous in enumerate(last):
+            if previous >= 0 and heirs[previous] > launch:
+                starts[number] += work.seconds
         own = {stream[p] for p in before}
         chosen = min(range(streams), key=lambda number: (starts[number], number not in own, number))
         needed = [p for p in before if stream[p] != chosen and waited[chosen][stream[p]] < p]
@@ -241,9 +250,23 @@ def list_schedule(works: Sequence[Work], edges: Sequence[Sequence[int]], streams
             waited[chosen][stream[p]] = p
         stream.append(chosen)
         waits.append(needed)
-        free[chosen] = starts[chosen] + work.seconds
+        begins = max([free[chosen], *(ends[p] + (EVENT_SECONDS if stream[p] != chosen else 0.0) for p in before)])
+        free[chosen] = begins + work.seconds
         ends.append(free[chosen])
+        last[chosen] = launch
     return Schedule(stream, waits, len({*stream}))
+
+
+def _heirs(works: Sequence[Work], minimal: Sequence[Sequence[int]]) -> list[int]:
+    """Per launch the one that depends on it with the most seconds from its begin to the end of all; -1 without any."""
+    left = [work.seconds for work in works]
+    heirs = [-1] * len(works)
+    for launch in reversed(range(len(works))):
+        for p in minimal[launch]:
+            if heirs[p] < 0 or left[launch] > left[heirs[p]]:
+                heirs[p] = launch
+                left[p] = works[p].seconds + left[launch]
+    return heirs
 
 
 def _matched(count: int, minimal: Sequence[Sequence[int]]) -> dict[int, int]:

@@ -22,7 +22,7 @@ import torch
 
 from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.codegen.cuda.geometry import Geometry
-from daceml_train.codegen.cuda.launch import CudaCode
+from daceml_train.codegen.cuda.launch import CudaCode, CudaPart
 from daceml_train.codegen.cuda.plan import CudaLoops, CudaPlan
 from daceml_train.codegen.kernel.arrays import Array, Arrays
 from daceml_train.codegen.kernel.domain import Domain, Leaf, Result, Split
@@ -86,6 +86,7 @@ for _kind in (
     Arrays,
     Geometry,
     CudaCode,
+    CudaPart,
     CudaLoops,
     CudaPlan,
     Domain,

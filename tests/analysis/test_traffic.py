@@ -166,7 +166,7 @@ def test_views_that_strides_cannot_express_are_copies() -> None:
     assert counted.entries[2].reads == {"k": 96} and counted.entries[2].writes == {"r": 96}
     assert counted.entries[3].reads == {"r": 96, "w": 60}
     lowered = lower(graph)
-    found = costs(graph, lowered.launches, lowered.nodes)
+    found = costs(graph, lowered)
     assert [c.operators for c in found] == ["exp", "copy", "matmul"]
     assert sum(c.bytes for c in found) == counted.bytes
     same = parse(f"graph g{text}".replace("[2, 3, 4]", "[2, 3, 1]").replace("(8, 3)", "(2, 3)"))

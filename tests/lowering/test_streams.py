@@ -90,6 +90,17 @@ def test_list_schedules_keep_every_dependence() -> None:
         assert elapsed(works, chain) == pytest.approx(sum(work.seconds * max(1, work.share) for work in works))
 
 
+def test_a_stream_is_left_to_the_longest_path() -> None:
+    """A short launch after the first one goes to another stream, although its own begins earlier."""
+    seconds, edges = [5e-6, 2e-6, 5e-6, 5e-6], [[], [0], [0], [2]]
+    works = [Work((), (), each, 0.1) for each in seconds]
+    result = list_schedule(works, edges, 2)
+    assert result.stream == [0, 1, 0, 0] and result.waits == [[], [0], [], []]
+    assert elapsed(works, result) == pytest.approx(15e-6)
+    alone = list_schedule(works, edges, 1)
+    assert elapsed(works, alone) == pytest.approx(17e-6)
+
+
 def test_elapsed_seconds() -> None:
     """Launches on two streams: side by side, slowed down where they fill the device, and after an event."""
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from daceml_train.analysis.device_model import device_model
 from daceml_train.codegen.cpu.compile import compile_kernels, load
 from daceml_train.codegen.cpu.launch import KernelCode
-from daceml_train.codegen.cuda.launch import CudaCode
+from daceml_train.codegen.cuda.launch import whole_of
 from daceml_train.lowering.device import GPU, ProcessorToolchain, Progress, Toolchain
 from daceml_train.runtime.gpu.toolchain import CudaToolchain
 from daceml_train.runtime.placement import device_override
@@ -68,10 +68,9 @@ class EmulatedCuda(CudaToolchain):
     def addresses(
         self, codes: Sequence[KernelCode], folder: Path, jobs: int | None, progress: Progress | None
     ) -> dict[str, tuple[int, Path]]:
-        kernels = [code for code in codes if isinstance(code, CudaCode)]
-        library = library_of(kernels)
+        library = library_of([whole_of(code) for code in codes])
         results = {}
-        for code in kernels:
+        for code in codes:
             entry = ctypes.cast(getattr(library, f"launch_{code.key}"), ctypes.c_void_p)
             results[code.key] = entry.value or 0, Path(library._name)
         return results

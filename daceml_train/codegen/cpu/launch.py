@@ -51,6 +51,11 @@ class KernelCode:
     """The schedule that it has, of those."""
 
     @property
+    def parts(self) -> Sequence[KernelCode]:
+        """The launches of a kernel that has several, if they can be apart; only on a GPU."""
+        return ()
+
+    @property
     def shape(self) -> str:
         """A description of the launch configuration on a GPU; empty for the CPU."""
         return ""

@@ -21,6 +21,14 @@ REGISTERS = 48
 VECTOR = 16
 """Bytes of the widest access."""
 MOST_THREADS = 1024
+SIDE = 32
+"""Rows and lanes of a square; lanes of a block that combines partial results."""
+SLICES = 8
+"""Threads that share one lane's partial results."""
+COMBINING = SIDE * SLICES
+"""Threads of a block that combines partial results."""
+FEW_THREADS = 1 << 14
+"""Few rows are shared by more threads, until there are so many or each has one fragment."""
 SUMMING_THREADS, SUMMING_BLOCKS = 512, 128
 """Blocks of rows that are summed over store what they have summed, so they have as many teams as leave so many blocks.
 """
@@ -137,7 +145,8 @@ def _held_rows(loops: Loops, phases: Staging) -> list[Geometry]:
         return [Geometry(t, t, width, n, resident=False, ragged=ragged, ahead=ahead, each=8) for t, n in steps]
 
     sums = any(loops.kind(leaf) == "column" for leaf in loops.leaves.values())
-    together = int(hint(product(a.size for a in loops.row_axes))) // SUMMING_BLOCKS if sums else 1
+    rows = product(a.size for a in loops.row_axes)
+    together = int(hint(rows)) // SUMMING_BLOCKS if sums else 1
 
     def held(team: int, threads: int, width: int = width) -> Geometry:
         count = -(-int(lanes) // (width * team))
@@ -147,6 +156,8 @@ def _held_rows(loops: Loops, phases: Staging) -> list[Geometry]:
 
     # more than a warp: the block, for its barriers
     team = min(32, _power(fragments)) if fragments <= 32 * most else _power(-(-fragments // most))
+    while isinstance(rows, int) and rows * team < FEW_THREADS and team < min(_power(fragments), MOST_THREADS // 2):
+        team *= 2
     results = [held(team, 128 if team <= 32 else team)]
     if team <= 32:
         results += [held(team, 256), held(team, 64)]

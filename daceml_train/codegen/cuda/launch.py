@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from daceml_train.analysis.device_model import FULL_THREADS
 from daceml_train.codegen.cpu.launch import KernelCode, Layout, generator_version, work
-from daceml_train.codegen.cuda.plan import CudaPlan, groups
+from daceml_train.codegen.cuda.geometry import COMBINING, SIDE
+from daceml_train.codegen.cuda.plan import CudaPlan, Half, groups
 from daceml_train.codegen.kernel.analysis import analyze
 from daceml_train.ops.kernel import Kernel
 from daceml_train.tensor import Dim, Tensor, product, simplify, symbol
 
-__all__ = ["CudaCode", "Layout", "generate", "variants"]
+__all__ = ["CudaCode", "CudaPart", "Layout", "generate", "variants", "whole_of"]
 
 RESIDENT, RESIDENT_SUMS = 2048, 1024
 """Threads per multiprocessor: of all kernels, and of those whose blocks store partial results."""
@@ -44,6 +45,13 @@ class CudaCode(KernelCode):
         assert isinstance(self.plan, CudaPlan)
         g = self.plan.geometry
         return f"{g.threads} threads, teams of {g.team}, {g.fragments} x {g.width} lanes each"
+
+    @property
+    def parts(self) -> tuple[CudaPart, ...]:
+        """The two launches of a kernel whose second one combines sums over rows: others need not wait for it."""
+        assert isinstance(self.plan, CudaPlan)
+        halves = self.plan.halves
+        return () if halves is None else tuple(_part(self, half, k) for k, half in enumerate(halves))
 
     @functools.cached_property
     def source(self) -> str:
@@ -79,6 +87,65 @@ class CudaCode(KernelCode):
             return "lanes"
         rows = self.plan.loops.mode == "rows" and not self.plan.geometry.tiled
         return "rows" if rows else "elements"
+
+
+@dataclass(frozen=True)
+class CudaPart(KernelCode):
+    """One launch of a kernel that has two: `launch_<key>` takes the pointers that it touches, and all integers.
+
+    The scratch arrays are the last pointers. The first part writes them, the second one reads those that it has.
+    """
+
+    whole: CudaCode = field(default=None, repr=False)  # type: ignore[assignment]  # after fields with defaults
+    number: int = 0
+    positions: tuple[int, ...] = ()
+    """Of the pointers of the whole kernel, those that it touches."""
+    writes: tuple[int, ...] = ()
+    """Of its own pointers, those that it writes."""
+
+    @property
+    def shape(self) -> str:
+        return self.whole.shape
+
+    @functools.cached_property
+    def source(self) -> str:
+        """The CUDA text of the whole kernel."""
+        return self.whole.source
+
+    def threads(self, value: Callable[[Dim], int], processors: int) -> int:
+        """The threads of the launch."""
+        plan = self.whole.plan
+        assert isinstance(plan, CudaPlan)
+        if not self.number:
+            return self.whole.blocks(value, processors) * self.whole.threads
+        return COMBINING * value(groups(product(a.size for a in plan.loops.lane_axes), SIDE))
+
+
+def _part(whole: CudaCode, half: Half, number: int) -> CudaPart:
+    plan = whole.plan
+    assert isinstance(plan, CudaPlan)
+    places = {plan.position(array := plan.arrays.named[name]): array for name in half.reads | half.writes}
+    positions = tuple(sorted(places))
+    written = {plan.position(plan.arrays.named[name]) for name in half.writes}
+    return CudaPart(
+        f"{whole.key}_{number}",
+        whole.integers,
+        tuple(simplify(places[p].bytes) for p in positions if places[p].pointer[0] == "scratch"),
+        whole.rows,
+        whole.work,
+        whole=whole,
+        number=number,
+        positions=positions,
+        writes=tuple(i for i, p in enumerate(positions) if p in written),
+    )
+
+
+def whole_of(code: KernelCode) -> CudaCode:
+    """The kernel of which a code is a part, or the code itself."""
+    if isinstance(code, CudaPart):
+        return code.whole
+    assert isinstance(code, CudaCode)
+    return code
 
 
 @functools.cache

@@ -11,8 +11,9 @@ from dace.sdfg.state import LoopRegion
 
 from daceml_train.codegen.cpu.emitter import TYPES, Code, Over, after, element, sym
 from daceml_train.codegen.cpu.sdfg import Builder
+from daceml_train.codegen.cuda.geometry import SIDE
 from daceml_train.codegen.cuda.plan import CudaPlan
-from daceml_train.codegen.cuda.schedule import BLOCKS, FRAGMENT, LANES, ONCE, SIDE, SQUARE
+from daceml_train.codegen.cuda.schedule import BLOCKS, FRAGMENT, LANES, ONCE, SQUARE
 from daceml_train.codegen.kernel.arrays import Array
 
 

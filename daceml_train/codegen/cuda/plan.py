@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 import sympy
 
 from daceml_train.codegen.cuda.geometry import Geometry, candidates
 from daceml_train.codegen.kernel.arrays import Array, Arrays
-from daceml_train.codegen.kernel.domain import Domain
+from daceml_train.codegen.kernel.domain import Domain, Split
 from daceml_train.codegen.kernel.expression import computed
 from daceml_train.codegen.kernel.loops import Layout, Loops
 from daceml_train.codegen.kernel.plan import Plan
@@ -17,10 +17,18 @@ from daceml_train.codegen.kernel.staging import Staging, once
 from daceml_train.codegen.kernel.values import Values
 from daceml_train.errors import Refused
 from daceml_train.ops.elementwise import Full
-from daceml_train.tensor import Dim, DType, product, simplify, symbol
+from daceml_train.tensor import Dim, DType, hint, product, simplify, symbol
 
 FEW_ROWS, MANY_LANES = 64, 1 << 17
 """Thresholds for distributing lanes only: few rows, or enough lanes to fill a device."""
+
+
+@dataclass(frozen=True)
+class Half:
+    """The arrays that one of two launches reads and writes, by name."""
+
+    reads: Set[str]
+    writes: Set[str]
 
 
 class CudaLoops(Loops):
@@ -31,6 +39,14 @@ class CudaLoops(Loops):
 
     def _fills_vector(self, groups: Sequence[Sequence[int]]) -> bool:
         return True
+
+    def _worth(self, split: Split, unit: Mapping[int, float]) -> float:
+        """A reduction over rows costs two more launches and another pass over what it reduces."""
+        if any(result.target is not None for result in self.domain.results):  # updates are of lanes, not of rows
+            return super()._worth(split, unit)
+        again = [leaf for leaf in self.leaves.values() if leaf.reduced & split.rows]
+        sizes = [product(self.domain.sizes[a] for a in self.leaves[leaf.inputs[0]].axes) for leaf in again]
+        return super()._worth(split, unit) - sum(map(hint, sizes))
 
     def _vector_axis(self, groups: Sequence[Sequence[int]]) -> int:
         return -1
@@ -181,6 +197,12 @@ class CudaPlan(Plan):
         """Blocks of a launch over rows: all parts of all tiles."""
         return symbol("blocks") if self.tiles == 1 else simplify(self.tiles * self.parts)
 
+    def position(self, array: Array) -> int:
+        """The position of an array among a kernel's pointers: operands, other results, scratch arrays."""
+        kind, position = array.pointer
+        inputs, outputs = len(self.loops.operands), sum(r.target is None for r in self.loops.domain.results)
+        return position + {"input": 0, "output": inputs, "scratch": inputs + outputs}[kind]
+
     @property
     def launches(self) -> int:
         """The number of launches on the device: of rows, of scalars and of columns in each phase."""
@@ -195,6 +217,42 @@ class CudaPlan(Plan):
             count += bool(lone or full or scalars)
             count += len(lone) < len(columns.results) or any(loops.has_lanes(v) for v in columns.stores)
         return max(1, count)
+
+    @property
+    def halves(self) -> tuple[Half, Half] | None:
+        """What each of two launches reads and writes, where the second one combines sums over the rows and goes on from
+        them, and the first one completes all other results. None for other kernels.
+        """
+        loops, phases, named = self.loops, self.phases, self.arrays.named
+        found = [columns for columns in phases.columns if columns.results or columns.stores]
+        if self.launches != 2 or loops.mode != "rows" or len(found) != 1 or not phases.rows[0]:
+            return None
+        (columns,), every = found, range(len(loops.domain.results))
+        vectors = {n for n in columns.combined if len(named[f"part_{n}"].axes) > 1}
+        later = [i for i in columns.results if loops.domain.results[i].axes]
+        if not vectors or len(vectors) < len(columns.combined) or len(later) < len(columns.results):
+            return None
+        first = self._needed([*vectors, *(loops.domain.results[i].leaf for i in every if i not in later)], frozenset())
+        last = self._needed([*columns.lanes, *(loops.domain.results[i].leaf for i in later)], vectors)
+        scratch = [name for name, array in named.items() if array.pointer[0] == "scratch"]
+        return (
+            Half(first, {*scratch, *(self.arrays.results[i] for i in every if i not in later)}),
+            Half(last | {f"part_{n}" for n in vectors}, {self.arrays.results[i] for i in later}),
+        )
+
+    def _needed(self, names: Iterable[str], known: Collection[str]) -> set[str]:
+        """The arguments' arrays on which values depend, but for those on which only `known` ones do."""
+        seen, left = set(known), list(names)
+        found: set[str] = set()
+        while left:
+            if (name := left.pop()) in seen:
+                continue
+            seen.add(name)
+            leaf = self.loops.leaves[name]
+            left += leaf.inputs
+            if leaf.op is None:
+                found.add(self.arrays.place[name])
+        return found
 
     def _check_order(self) -> None:
         """An argument that a phase's columns overwrite must not be read in the rows of that phase."""

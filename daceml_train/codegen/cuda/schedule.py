@@ -28,12 +28,7 @@ from dace.codegen.targets import cpp
 from dace.sdfg import nodes
 
 from daceml_train.codegen.cpu.schedule import COMBINE, IDENTITY
-from daceml_train.codegen.cuda.geometry import Geometry
-
-SIDE = 32
-"""Rows and lanes of a square; lanes of a block that combines partial results."""
-SLICES = 8
-"""Threads that share one lane's partial results."""
+from daceml_train.codegen.cuda.geometry import SIDE, SLICES, Geometry
 
 for _name in ("GPU_Blocks", "GPU_Lanes", "GPU_Team", "GPU_Columns", "GPU_Once", "GPU_Turn"):
     dtypes.ScheduleType.register(_name)

@@ -19,12 +19,10 @@ from dace.memlet import Memlet
 
 from daceml_train.codegen.cpu.emitter import TYPES, Code, call, indices, scalar, sym, whole
 from daceml_train.codegen.cpu.sdfg import FLUSH
+from daceml_train.codegen.cuda.geometry import COMBINING, SIDE
 from daceml_train.codegen.cuda.launches import Launches
-from daceml_train.codegen.cuda.schedule import COLUMNS, LANES, SIDE, SLICES, TEAM, TURN, functor
+from daceml_train.codegen.cuda.schedule import COLUMNS, LANES, TEAM, TURN, functor
 from daceml_train.codegen.kernel.staging import Columns, Rows
-
-COMBINING = SIDE * SLICES
-"""Threads of a block that combines partial results."""
 
 
 class CudaBuilder(Launches):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from daceml_train.codegen.cuda.plan import CudaPlan
+from daceml_train.codegen.cuda.plan import CudaPlan, Half
 from daceml_train.codegen.cuda.schedule import BlockGenerator, ThreadGenerator
 from daceml_train.codegen.cuda.sdfg import CudaBuilder
 from daceml_train.codegen.kernel.frame import generate, generating
@@ -43,7 +43,8 @@ def source(plan: CudaPlan, key: str) -> str:
     )
     types = _types(plan, builder.top)
     texts = [f"namespace k_{key} {{\n", struct, functions, "};\n"]
-    for name, threads, body in kernels:
+    apart = plan.halves is not None
+    for number, (name, threads, body) in enumerate(kernels):
         used = [a for a in passed if re.search(rf"\b{a}\b", body)]
         signature = ", ".join(f"{types[a]} {a}" for a in used)
         texts.append(
@@ -51,10 +52,12 @@ def source(plan: CudaPlan, key: str) -> str:
             f"    const int64_t block = blockIdx.x;\n{_calls(body, name)}\n}}\n"
         )
         wide = "false" if name.startswith(("scalars", "columns")) else "WIDE"
-        call = f"if (!error) error = vm::launch({name}<{wide}>, \\1, {threads}, stream, {', '.join(used)});"
+        wanted = f" && part & {1 << number}" if apart else ""
+        call = f"if (!error{wanted}) error = vm::launch({name}<{wide}>, \\1, {threads}, stream, {', '.join(used)});"
         host = re.sub(rf"LAUNCH\({name}, (.*), \d+\)", call.replace(", );", ");"), host)
     arguments = ", ".join(f"{types[a]} {a}" for a in passed)
-    texts.append(f"template <bool WIDE> static int run({', '.join(filter(None, [arguments, 'void* stream']))}) {{\n")
+    own = ["void* stream", *(["int part"] if apart else [])]
+    texts.append(f"template <bool WIDE> static int run({', '.join(filter(None, [arguments, *own]))}) {{\n")
     texts.append(f"    int error = 0;\n{host}\n    return error;\n}}\n}}  // namespace k_{key}\n\n")
     return "".join(texts) + entry(plan, passed, types, key)
 
@@ -97,30 +100,48 @@ def _symbols(plan: CudaPlan) -> list[str]:
 def entry(plan: CudaPlan, passed: list[str], types: dict[str, str], key: str) -> str:
     """The host function: it unpacks pointers and integers, and chooses the width."""
     g, loops = plan.geometry, plan.loops
-    lines = [f'extern "C" VM_EXPORT int launch_{key}(void** pointers, const int64_t* integers, void* stream) {{']
+    signature = "void** pointers, const int64_t* integers, void* stream"
+    lines = [f'extern "C" VM_EXPORT int launch_{key}({signature}) {{']
+    if plan.halves is not None:
+        lines = [f"static int start_{key}({signature}, int part) {{"]
     lines.append("    const int64_t blocks = integers[0];")
     for position, (name, _) in enumerate(plan.integers().items(), 1):
         kind = "double" if name in plan.values.reals else "int64_t"
         value = f"integers[{position}]"
         lines.append(f"    const {kind} {name} = {f'vm::bits64({value})' if kind == 'double' else value};")
-    inputs, outputs = len(loops.operands), sum(r.target is None for r in loops.domain.results)
-    base = {"input": 0, "output": inputs, "scratch": inputs + outputs}
     known = plan.integers()
     for name, array in plan.arrays.named.items():
-        kind, position = array.pointer
         ctype = types[name].removesuffix("* __restrict__")
         offset = f" + {name}_offset" if f"{name}_offset" in known else ""
-        lines.append(f"    {ctype}* {name} = ({ctype}*)pointers[{base[kind] + position}]{offset};")
+        lines.append(f"    {ctype}* {name} = ({ctype}*)pointers[{plan.position(array)}]{offset};")
     lanes = " * ".join(f"{a.name}_size" for a in loops.lane_axes) or "1"
     cut = loops.mode == "tiles" or g.tiled
     lines.append(f"    const int64_t tiles = {f'vm_tiles({lanes}, {g.capacity})' if cut else '1'};")
     lines.append("    const int64_t parts = blocks < tiles ? 1 : blocks / tiles;")
-    texts = ", ".join([*passed, "stream"])
+    texts = ", ".join([*passed, "stream", *(["part"] if plan.halves is not None else [])])
     if g.width > 1:
         lines.append(f"    const bool wide = {' && '.join(_conditions(plan))};")
         lines.append(f"    if (wide) return k_{key}::run<true>({texts});")
-    lines.append(f"    return k_{key}::run<false>({texts});")
-    return "\n".join([*lines, "}", ""])
+    lines += [f"    return k_{key}::run<false>({texts});", "}"]
+    for number, half in enumerate(plan.halves or ()):
+        lines += _entry_of_part(plan, key, number, half, signature)
+    if plan.halves is not None:
+        lines.append(f'extern "C" VM_EXPORT int launch_{key}({signature}) {{')
+        lines += [f"    return start_{key}(pointers, integers, stream, 3);", "}"]
+    return "\n".join([*lines, ""])
+
+
+def _entry_of_part(plan: CudaPlan, key: str, number: int, half: Half, signature: str) -> list[str]:
+    """The host function of one of two launches, which takes the pointers that it touches."""
+    places = sorted({plan.position(plan.arrays.named[name]) for name in half.reads | half.writes})
+    count = 1 + max(map(plan.position, plan.arrays.named.values()))
+    pointers = [f"pointers[{places.index(p)}]" if p in places else "nullptr" for p in range(count)]
+    return [
+        f'extern "C" VM_EXPORT int launch_{key}_{number}({signature}) {{',
+        f"    void* all[] = {{{', '.join(pointers)}}};",
+        f"    return start_{key}(all, integers, stream, {1 << number});",
+        "}",
+    ]
 
 
 def _conditions(plan: CudaPlan) -> list[str]:

@@ -7,7 +7,7 @@ elements are contiguous.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from daceml_train.codegen.kernel.domain import Domain, Leaf, Split
@@ -111,7 +111,7 @@ class Loops:
         if splits:
             updating = any(result.target is not None for result in self.domain.results)  # of lanes, not of rows
             vector = {s: not updating and self._fills_vector(merged(s.lanes)) for s in splits}
-            split = max(splits, key=lambda s: (vector[s], sum(unit[a] for a in s.lanes) - sum(unit[a] for a in s.rows)))
+            split = max(splits, key=lambda s: (vector[s], self._worth(s, unit)))
         rows, lanes = merged(split.rows), merged(split.lanes)
         if self.flat and len(lanes) > 1:
             chosen = lanes.pop(self._vector_axis(lanes))
@@ -128,6 +128,10 @@ class Loops:
         self.row_set = {a.name for a in self.row_axes}
         self.lane_set = {a.name for a in self.lane_axes}
         self.needs = {name: frozenset(self.axis_of[a] for a in leaf.axes) for name, leaf in self.leaves.items()}
+
+    def _worth(self, split: Split, unit: Mapping[int, float]) -> float:
+        """How good a split is, in elements: those that are contiguous along its lanes, less those along its rows."""
+        return sum(unit[a] for a in split.lanes) - sum(unit[a] for a in split.rows)
 
     def _fills_vector(self, groups: Sequence[Sequence[int]]) -> bool:
         """Whether the innermost of these loops has enough elements for vectors, so that such lanes are preferred."""

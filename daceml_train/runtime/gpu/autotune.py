@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from daceml_train.codegen.cpu.launch import KernelCode
+from daceml_train.codegen.cuda.launch import CudaPart
 from daceml_train.errors import DacemlError
 from daceml_train.lowering.device import GPU
 from daceml_train.lowering.program import Allocation, Buffer, BufferView, KernelLaunch, Program
@@ -64,6 +65,7 @@ class Autotuner:
             return program, known
         try:
             every = [code for codes in tried.values() for code in codes[1:]]
+            every += [code.whole.parts[1] for code in every if isinstance(code, CudaPart)]
             results = device.toolchain.addresses(every, self.libraries, self.jobs, None)
         except DacemlError as error:  # the default kernels are compiled
             self.notes.append(f"no kernels were autotuned: {error}")
@@ -139,18 +141,33 @@ def reshaped(program: Program, codes: Mapping[int, KernelCode]) -> Program:
             for place in launch.places[kept:]:
                 slots[place.slot] = replace(slots[place.slot], first=-1, last=-1)
             scratch = []
+            last = index + isinstance(codes[launch.code], CudaPart)
             for size in codes[launch.code].scratch:
-                slots.append(Buffer(Allocation.arena, DType.uint8, (size,), (1,), first=index, last=index))
+                slots.append(Buffer(Allocation.arena, DType.uint8, (size,), (1,), first=index, last=last))
                 scratch.append(BufferView(len(slots) - 1, DType.uint8, (size,), (1,)))
             places, written = (*launch.places[:kept], *scratch), [i for i in launch.writes if i < kept]
             launches[index] = replace(launch, places=places, writes=(*written, *range(kept, len(places))))
+            if isinstance(first := codes[launch.code], CudaPart):
+                following = launches[last]
+                assert isinstance(following, KernelLaunch)
+                launches[last] = _second(following, len(program.codes[following.code].scratch), first, scratch)
     chosen = [codes.get(number, code) for number, code in enumerate(program.codes)]
+    for number, code in enumerate(program.codes):
+        if isinstance(code, CudaPart) and code.number and isinstance(first := chosen[number - 1], CudaPart):
+            chosen[number] = first.whole.parts[1]
     return replace(program, slots=slots, codes=chosen, launches=launches)
+
+
+def _second(launch: KernelLaunch, held: int, first: CudaPart, scratch: Sequence[BufferView]) -> KernelLaunch:
+    """The second launch of a kernel in two parts, on the scratch arrays of another variant of the first one."""
+    own, after = first.whole.parts[1], first.positions[len(first.positions) - len(scratch)]
+    read = [scratch[position - after] for position in own.positions[len(own.positions) - len(own.scratch) :]]
+    return replace(launch, places=(*launch.places[: len(launch.places) - held], *read))
 
 
 def shape(code: KernelCode) -> str:
     """The name of a code among the variants of its kernel."""
-    return str(getattr(code.plan, "geometry", ""))
+    return str(getattr((code.whole if isinstance(code, CudaPart) else code).plan, "geometry", ""))
 
 
 def _runner(

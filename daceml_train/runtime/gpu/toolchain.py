@@ -12,7 +12,7 @@ import torch
 
 from daceml_train.codegen.cpu.launch import KernelCode, Layout
 from daceml_train.codegen.cuda.compile import architecture, compile_program, compiled, find_nvcc, load
-from daceml_train.codegen.cuda.launch import CudaCode, generate, variants, version
+from daceml_train.codegen.cuda.launch import CudaCode, CudaPart, generate, variants, version, whole_of
 from daceml_train.lowering.device import Progress
 from daceml_train.ops.kernel import Kernel
 from daceml_train.tensor import Dim
@@ -50,23 +50,24 @@ class CudaToolchain:
 
     def variants(self, code: KernelCode) -> Sequence[KernelCode]:
         """See `Toolchain`."""
+        if isinstance(code, CudaPart):  # the second part goes with the first one
+            return [each.parts[0] for each in variants(code.whole)] if not code.number else [code]
         assert isinstance(code, CudaCode)
         return variants(code)
 
     def blocks(self, code: KernelCode, value: Callable[[Dim], int], threads: int) -> int:
         """See `Toolchain`."""
-        assert isinstance(code, CudaCode)
-        return code.blocks(value, self.processors)
+        return whole_of(code).blocks(value, self.processors)
 
     def addresses(
         self, codes: Sequence[KernelCode], folder: Path, jobs: int | None, progress: Progress | None
     ) -> dict[str, tuple[int, Path]]:
         """See `Toolchain`."""
-        kernels = [code for code in codes if isinstance(code, CudaCode)]
-        if not kernels:
+        if not codes:
             return {}
         nvcc = suitable_nvcc()
-        distinct = sorted({code.key: code for code in kernels}.values(), key=lambda code: code.key)
+        wholes = {code.key: whole_of(code) for code in codes}
+        distinct = sorted({code.key: code for code in wholes.values()}.values(), key=lambda code: code.key)
         parts = [distinct[i : i + TOGETHER] for i in range(0, len(distinct), TOGETHER)]
         built: dict[str, tuple[int, Path]] = {}
         with ThreadPoolExecutor(max_workers=jobs or os.cpu_count() or 1) as pool:
@@ -80,7 +81,8 @@ class CudaToolchain:
                 if progress is not None:
                     progress(len(built), len(distinct))
                 path = future.result()
-                built |= {code.key: (load(path, code.key), path) for code in part}
+                names = {code.key for code in part}
+                built |= {key: (load(path, key), path) for key, code in wholes.items() if code.key in names}
         if progress is not None:
             progress(len(built), len(distinct))
         return built

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from daceml_train.codegen.cuda.compile import HEADERS, text
-from daceml_train.codegen.cuda.launch import CudaCode, generate
+from daceml_train.codegen.cuda.launch import CudaCode, CudaPart, generate
 from daceml_train.storage.folders import cache_folder
 from tests.codegen.running import Case, layout, number
 
@@ -43,31 +43,36 @@ def code_of(case: Case) -> CudaCode:
 
 
 def run(
-    case: Case, code: CudaCode, library: ctypes.CDLL, blocks: int = 0, symbols: dict[str, int] | None = None
+    case: Case,
+    code: CudaCode,
+    library: ctypes.CDLL,
+    blocks: int = 0,
+    symbols: dict[str, int] | None = None,
+    parts: Sequence[CudaPart] = (),
 ) -> None:
-    """One launch. Scratch holds rubbish before."""
+    """One launch, or some of its parts. Scratch holds rubbish before."""
     known = {"blocks": 1, **(symbols or {})}
     known["blocks"] = blocks or min(6, code.blocks(lambda size: number(size, **known), 2))
     integers = (ctypes.c_int64 * len(code.integers))(*(number(i, **known) for i in code.integers))
     scratch = [torch.full((number(s, **known) + 64,), 255, dtype=torch.uint8) for s in code.scratch]
     updated = {i for i, _ in case.kernel.updates}
     memory = [*case.inputs, *(x for i, x in enumerate(case.outputs) if i not in updated), *scratch]
-    pointers = (ctypes.c_void_p * max(1, len(memory)))(*(x.data_ptr() for x in memory))
-    error = FUNCTION(ctypes.cast(getattr(library, f"launch_{code.key}"), ctypes.c_void_p).value)(
-        pointers, integers, None
-    )
-    assert error == 0, f"{case.name}: threads wait for one another"
+    for part in parts or (code,):
+        touched = part.positions if isinstance(part, CudaPart) else range(len(memory))
+        pointers = (ctypes.c_void_p * max(1, len(touched)))(*(memory[p].data_ptr() for p in touched))
+        launch = FUNCTION(ctypes.cast(getattr(library, f"launch_{part.key}"), ctypes.c_void_p).value)
+        assert launch(pointers, integers, None) == 0, f"{case.name}: threads wait for one another"
     for x in scratch:
         assert (x[-64:] == 255).all(), f"{case.name} writes beyond its scratch"
 
 
-def check(cases: Sequence[Case], blocks: int = 0) -> None:
-    """Run all cases, and report every one that is wrong."""
+def check(cases: Sequence[Case], blocks: int = 0, apart: bool = False) -> None:
+    """Run all cases, and report every one that is wrong. `apart`: the parts of a kernel that has them, one by one."""
     codes = [code_of(c) for c in cases]
     library = emulated(codes)
     wrong: list[str] = []
     for case, code in zip(cases, codes, strict=True):
-        run(case, code, library, blocks)
+        run(case, code, library, blocks, parts=code.parts if apart else ())
         error = case.worst()
         if not error <= case.tolerance:
             wrong.append(f"{case.name}: {error:.3g} with {code.plan.geometry} {code.plan.loops.mode}")

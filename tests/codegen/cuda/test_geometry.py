@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from daceml_train.codegen.cuda import geometry
 from daceml_train.codegen.cuda.launch import generate, variants
 from daceml_train.codegen.kernel.loops import Layout
 from daceml_train.tensor import symbol
@@ -34,7 +35,11 @@ def rows(lanes: int, count: int = 3, dtype: torch.dtype = torch.float32) -> list
     ]
 
 
-def test_lanes_of_every_size():
+def test_lanes_of_every_size(monkeypatch):
+    few = rows(250)
+    check(few)
+    assert max(code_of(c).plan.geometry.team for c in few) == 128  # each thread has one fragment of two lanes
+    monkeypatch.setattr(geometry, "FEW_THREADS", 0)
     cases = [c for lanes in (36, 250, 1024) for c in rows(lanes)]
     cases += rows(1024 * 4, 2) + rows(1024 * 9 + 4, 2)  # blocks of many warps; more than registers hold
     cases += rows(768, 300)[1:2]  # blocks of several teams of many warps

@@ -18,7 +18,7 @@ import torch
 import daceml_train as dt
 from daceml_train.codegen.cuda import compile as compiling
 from daceml_train.codegen.cuda.compile import compile_program, find_nvcc, find_tool, run_nvcc, text
-from daceml_train.codegen.cuda.launch import CudaCode
+from daceml_train.codegen.cuda.launch import CudaCode, whole_of
 from daceml_train.errors import CompilerError
 from daceml_train.runtime.gpu import toolchain
 from tests.codegen import groups
@@ -160,7 +160,7 @@ class Collecting(EmulatedCuda):
         self.codes: list[CudaCode] = []
 
     def addresses(self, codes, folder, jobs, progress):
-        self.codes += [code for code in codes if isinstance(code, CudaCode)]
+        self.codes += [*{code.key: code for code in map(whole_of, codes)}.values()]
         raise Collected
 
 

@@ -56,7 +56,7 @@ def refusals(graph: Graph) -> list[str | None]:
 def test_launches_share_the_cost() -> None:
     after = SMALL.run(updated())
     lowered = lower(after)
-    found = costs(after, lowered.launches, lowered.nodes)
+    found = costs(after, lowered)
     assert [c.operators.split()[0] for c in found] == ["matmul", "mul*2"] * 3
     assert sum(c.bytes for c in found) == traffic(after).bytes
     assert sum(c.flops for c in found) == traffic(after).flops
