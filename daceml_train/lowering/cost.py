@@ -15,6 +15,7 @@ from daceml_train.lowering.naming import names
 from daceml_train.lowering.program import CallLaunch, ControlLaunch, CopyLaunch, KernelLaunch, Launch, Program
 from daceml_train.ops.collective import Start
 from daceml_train.ops.kernel import described
+from daceml_train.ops.movement import Concat
 from daceml_train.ops.operator import Operator
 from daceml_train.tensor import Dim, Tensor, simplify
 
@@ -71,6 +72,9 @@ def costs(graph: Graph, program: Program) -> list[Cost]:
             results.append(replace(cost, network=sent_by(graph, (graph.nodes[node],))))
             if isinstance(op := graph.nodes[node].op, Start):
                 results[-1] = replace(results[-1], operators=f"start {op.kind}")
+            if isinstance(op, Concat) and op.placed:  # every launch copies some of the operands
+                own = _moved(launch)
+                results[-1] = replace(results[-1], read=own.read, written=own.written)
             if _is_second(program, launch):
                 results[-2:] = _halves(program, launch, results[-1])
         else:
@@ -117,7 +121,10 @@ def _moved(launch: Launch) -> Cost:
         case CopyLaunch(pairs=pairs):
             size = total(Tensor(place.shape, place.dtype).bytes for place, _ in pairs)
             return Cost("copy", "copy", "", launch.origin, size, size)
-        case KernelLaunch(places=(*read, place)):
-            size = Tensor(place.shape, place.dtype).bytes
+        case KernelLaunch(places=places, writes=writes):
+            size, read = (
+                total(Tensor(places[i].shape, places[i].dtype).bytes for i in writes),
+                len(places) > len(writes),
+            )
             return Cost("kernel", "copy" if read else "constant", "", launch.origin, size if read else 0, size)
     return Cost("call", launch.target if isinstance(launch, CallLaunch) else "", "", launch.origin)

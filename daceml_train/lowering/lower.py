@@ -27,7 +27,7 @@ from daceml_train.graph.lanes import Lanes
 from daceml_train.lowering.aten import Result, call_for, show
 from daceml_train.lowering.chunks import launch_in_parts
 from daceml_train.lowering.control import launch_control
-from daceml_train.lowering.copies import joined
+from daceml_train.lowering.copies import copy_together, joined
 from daceml_train.lowering.device import CPU, Device
 from daceml_train.lowering.lifetimes import _layout, _seen, set_lifetimes
 from daceml_train.lowering.program import (
@@ -50,7 +50,6 @@ from daceml_train.ops.operator import Operator
 from daceml_train.ops.packed import has_product
 from daceml_train.ops.read import Read
 from daceml_train.tensor import Dim, DType, Shape, Tensor, same, same_shape, simplify
-
 
 Ints = tuple[int, ...]
 
@@ -392,20 +391,20 @@ class _Lowering:
     def join(self, node: Node, op: Concat) -> None:
         """Write the operands of a concatenation that are not in place: constants directly, others as copies."""
         (name,) = node.outputs
-        whole = self.wholes.get(name) or self.allocate(name, self.graph.tensors[name])
-        self.places[name] = whole
+        whole = self.places[name] = self.wholes.get(name) or self.allocate(name, self.graph.tensors[name])
         start: Dim = 0
+        copied: list[tuple[BufferView, BufferView]] = []
         for position, operand in enumerate(node.inputs):
             shape = self.graph.tensors[operand].shape
             if position not in op.placed and not any(same(size, 0) for size in shape):
-                offset = simplify(whole.offset + start * whole.strides[op.dim])
-                target = replace(whole, shape=shape, offset=offset)
+                target = replace(whole, shape=shape, offset=simplify(whole.offset + start * whole.strides[op.dim]))
                 constant = self.nodes.get(operand)
                 if constant is not None and isinstance(constant.op, Full | Iota) and operand not in self.places:
                     self.launch(_constant(constant.op), [], [target], str(node.origin))
                 else:
-                    self.copy(self.place(operand), target, str(node.origin))
+                    copied.append((self.place(operand), target))
             start = simplify(start + shape[op.dim])
+        copy_together(self, copied, str(node.origin))
 
     def body(self, graph: Graph) -> Program:
         """The program of a body of control flow."""

@@ -45,6 +45,8 @@ def families(rows: int, lanes: int, blocks: int) -> list[Case]:
         case("adam", groups.adam, x, g, weight * 0 + 0.1 * r(rows, lanes), g * g, torch.tensor(3.0), **b),
         case("column_sum", groups.column_sum, r(4, rows, lanes), **b),
         case("full_mean", groups.full_mean, x, **b),
+        case("side by side", groups.side_by_side, x, g, y, **b),
+        case("side by side, one transposed", groups.side_by_side, x, r(lanes, rows).T, y, **b),
         case("batch_norm", groups.batch_norm(1), image, *c, **b),
         case("batch_norm channels last", groups.batch_norm(1), nhwc, *c, outputs=out, **b),
         case("batch_norm last dimension", groups.batch_norm(3), flat, *c, **b),

@@ -9,13 +9,16 @@ import torch
 
 from daceml_train.analysis.aliases import view_strides
 from daceml_train.analysis.interpret import interpret
+from daceml_train.analysis.traffic import traffic
 from daceml_train.codegen.cpu.compile import compile_kernels, load
 from daceml_train.graph.graph import Graph
+from daceml_train.lowering.cost import costs
 from daceml_train.lowering.lower import lower
 from daceml_train.lowering.program import CopyLaunch, KernelLaunch
 from daceml_train.runtime.executable import Executable
 from daceml_train.tensor import Tensor, symbol
 from daceml_train.transformations.fusion.producer_consumer import FuseElementwise
+from daceml_train.transformations.global_movement.concatenate_in_place import ConcatenateInPlace
 from daceml_train.transformations.global_movement.schedule import Schedule
 from daceml_train.transformations.global_movement.update_in_place import UpdateInPlace
 from tests.transformations.checking import arrays, program
@@ -181,6 +184,25 @@ GRAPHS = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_lowered_graphs_compute_what_they_mean(name: str) -> None:
     check(GRAPHS[name])
+
+
+def test_operands_of_a_concatenation_are_copied_together() -> None:
+    """Results of a library lie apart: those of equal layouts are copied by one launch, dense ones bytewise by one."""
+    parts = ", ".join(f"w{i}: f32[6, 8]" for i in range(5))
+    matmuls = "".join(f"%m{i} = matmul(%x, %w{i})\n" for i in range(5))
+    for dim, kind in ((1, KernelLaunch), (0, CopyLaunch)):
+        graph = program(
+            f"x: f32[3, 6], {parts}, z: f32[3, 8]",
+            f"{matmuls}%k = exp(%z)\n%c = concat({', '.join(f'%m{i}' for i in range(5))}, %k, dim={dim})\n%y = exp(%c)",
+            "%y",
+        )
+        graph = ConcatenateInPlace().run(graph)
+        check(graph)
+        lowered = lower(graph)
+        copies = [launch for launch in lowered.launches if isinstance(launch, kind)]
+        assert len(lowered.launches) == 5 + 1 + 1 + 1 and len(copies) == (3 if kind is KernelLaunch else 1)
+        found = costs(graph, lowered)
+        assert sum(cost.bytes for cost in found) == traffic(graph).bytes
 
 
 def test_results_of_the_user_share_no_memory() -> None:

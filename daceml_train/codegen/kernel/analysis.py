@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from daceml_train.codegen.kernel.domain import Axes, Domain, Leaf, Result, Split, divide
+from daceml_train.codegen.kernel.axis_table import AxisTable, Transposed, Unequal
+from daceml_train.codegen.kernel.domain import Axes, Domain, Leaf, Result, Split
 from daceml_train.errors import Refused
 from daceml_train.ops.elementwise import Cast, Elementwise, Full, Iota
 from daceml_train.ops.kernel import Kernel, Statement
@@ -14,95 +15,10 @@ from daceml_train.ops.operator import Operator
 from daceml_train.ops.random import Uniform
 from daceml_train.ops.read import Read
 from daceml_train.ops.reduction import Reduce
-from daceml_train.tensor import Dim, DType, Tensor, hint, product, same, simplify
+from daceml_train.tensor import Dim, DType, Tensor, hint, product, same, same_shape, simplify
 
 REPEATED = 8
 """How often a kernel may compute a reduction again, because other values have dimensions that it lacks, at most."""
-
-
-class _Unequal(Exception):
-    """Two lists of axes have no common refinement."""
-
-
-class _Transposed(Exception):
-    """Two axes of one value would become the same."""
-
-
-class _AxisTable:
-    """Union-find over axes that can be split in two: an outer and an inner part."""
-
-    def __init__(self) -> None:
-        self.size: list[Dim] = []
-        self.parent: list[int] = []
-        self.parts: dict[int, tuple[int, int]] = {}
-        self.users: list[set[int]] = []
-        self.values = 0
-
-    def new(self, size: Dim) -> int:
-        self.size.append(size)
-        self.parent.append(len(self.parent))
-        self.users.append(set())
-        return len(self.parent) - 1
-
-    def dim(self, size: Dim) -> list[int]:
-        """The axes of a fresh dimension: none for size 1."""
-        return [] if same(size, 1) else [self.new(size)]
-
-    def find(self, axis: int) -> int:
-        while self.parent[axis] != axis:
-            self.parent[axis] = self.parent[self.parent[axis]]
-            axis = self.parent[axis]
-        return axis
-
-    def resolve(self, axes: Sequence[int]) -> list[int]:
-        """The axes in terms of their current parts."""
-        result: list[int] = []
-        for axis in map(self.find, axes):
-            result += self.resolve(self.parts[axis]) if axis in self.parts else [axis]
-        return result
-
-    def value(self, dims: Sequence[Sequence[int]]) -> None:
-        """Record that these axes index one value, so no two of them may become equal."""
-        self.values += 1
-        for axis in self.resolve([a for dim in dims for a in dim]):
-            if self.values in self.users[axis]:
-                raise _Transposed
-            self.users[axis].add(self.values)
-
-    def join(self, a: int, b: int) -> None:
-        if self.users[a] & self.users[b]:
-            raise _Transposed
-        self.parent[b] = a
-        self.users[a] |= self.users[b]
-
-    def split(self, axis: int, outer: Dim, inner: Dim) -> int:
-        """Split an axis; returns its inner part."""
-        self.parts[axis] = (self.new(outer), self.new(inner))
-        for part in self.parts[axis]:
-            self.users[part] |= self.users[axis]
-        return self.parts[axis][1]
-
-    def unify(self, a: Sequence[int], b: Sequence[int]) -> None:
-        """Unify two lists of axes, splitting where needed, from the innermost axes outward."""
-        left, right = list(a), list(b)
-        while True:
-            left, right = self.resolve(left), self.resolve(right)
-            if not left or not right:
-                break
-            x, y = left[-1], right[-1]
-            if x == y or same(self.size[x], self.size[y]):
-                if x != y:
-                    self.join(x, y)
-                left.pop()
-                right.pop()
-            elif (outer := divide(self.size[y], self.size[x])) is not None:
-                self.join(x, self.split(y, outer, self.size[x]))
-            elif (outer := divide(self.size[x], self.size[y])) is not None:
-                self.join(y, self.split(x, outer, self.size[y]))
-            else:
-                raise _Unequal
-        if any(not same(self.size[axis], 1) for axis in left + right):
-            raise _Unequal
 
 
 @dataclass(frozen=True)
@@ -141,7 +57,7 @@ class _Analysis:
 
     def __init__(self, kernel: Kernel, operands: Sequence[Tensor], apart: set[tuple[int, int]]) -> None:
         self.kernel, self.operands, self.apart = kernel, operands, apart
-        self.axes = _AxisTable()
+        self.axes = AxisTable()
         self.values: dict[str, _Value] = {name: self.argument(i) for i, name in enumerate(kernel.arguments)}
 
     def argument(self, position: int) -> _Value:
@@ -160,9 +76,9 @@ class _Analysis:
                     inputs[position] = self.again(value)
             try:
                 self.values[statement.outputs[0]] = self.statement(statement, inputs)
-            except _Unequal:
+            except Unequal:
                 raise Refused(f"{statement} pairs sizes that have no common factors") from None
-            except _Transposed:
+            except Transposed:
                 fresh = [
                     (number, p)
                     for p, value in enumerate(inputs)
@@ -321,6 +237,17 @@ class _Analysis:
                 step = simplify(step * self.axes.size[part])
         return replace(memory, terms=tuple(terms))
 
+    def beside(self) -> None:
+        """Give results of equal sizes that share no axis the same ones: arrays that are copied by one kernel."""
+        first, *others = [self.values[name] for name in self.kernel.yields]
+        own = {axis for dim in first.dims for axis in self.axes.resolve(dim)}
+        for value in others:
+            axes = {axis for dim in value.dims for axis in self.axes.resolve(dim)}
+            if same_shape(value.tensor.shape, first.tensor.shape) and not own & axes:
+                for mine, theirs in zip(first.dims, value.dims, strict=True):
+                    if mine and theirs:
+                        self.axes.unify(mine, theirs)
+
     # ---- the finished domain ----------------------------------------------------------------------------------
     def domain(self) -> Domain:
         """Leaves that the results need, with final axes. Raises `Refused` if no split is legal."""
@@ -444,6 +371,7 @@ def analyze(kernel: Kernel, operands: Sequence[Tensor]) -> Domain:
         analysis = _Analysis(kernel, operands, apart)
         try:
             analysis.run()
-        except _Transposed:
+        except Transposed:
             continue
+        analysis.beside()
         return analysis.domain()
