@@ -24,6 +24,7 @@ import daceml_train as dt
 from benchmarks.novel import compositions, operators
 from benchmarks.novel.__main__ import timed
 from benchmarks.provenance import commit, origin
+from daceml_train.processor import described
 
 BATCH = 64
 ROOT = Path(__file__).parents[2]
@@ -192,7 +193,7 @@ def page(rows: dict[str, dict[str, Any]], when: str) -> str:
         "same of PyTorch's operators: milliseconds of processor time on one thread, medians of interleaved visits.",
         "Losses are those of the first five steps; *apart* is their largest difference.",
         "",
-        f"Measured {when}. {origin(str(row['commit']) for row in rows.values())}",
+        f"Measured {when} on one core of {described()}. {origin(str(row['commit']) for row in rows.values())}",
         "",
         "| network | eager | torch.compile | daceml_train | against eager | against the best of PyTorch | apart |",
         "|---|---|---|---|---|---|---|",
