@@ -236,22 +236,20 @@ def list_schedule(works: Sequence[Work], edges: Sequence[Sequence[int]], streams
     minimal = reduced(edges)
     heirs, last = _heirs(works, minimal), [-1] * streams
     for launch, (work, before) in enumerate(zip(works, minimal, strict=True)):
-        starts = [
+        begins = [
             max([ready, *(ends[p] + (EVENT_SECONDS if stream[p] != number else 0.0) for p in before)])
             for number, ready in enumerate(free)
         ]
-        for number, previous in enumerate(last):
-            if previous >= 0 and heirs[previous] > launch:
-                starts[number] += work.seconds
+        kept = [previous >= 0 and heirs[previous] > launch for previous in last]
+        prices = [begin + work.seconds * others for begin, others in zip(begins, kept, strict=True)]
         own = {stream[p] for p in before}
-        chosen = min(range(streams), key=lambda number: (starts[number], number not in own, number))
+        chosen = min(range(streams), key=lambda number: (prices[number], number not in own, number))
         needed = [p for p in before if stream[p] != chosen and waited[chosen][stream[p]] < p]
         for p in needed:  # in ascending order
             waited[chosen][stream[p]] = p
         stream.append(chosen)
         waits.append(needed)
-        begins = max([free[chosen], *(ends[p] + (EVENT_SECONDS if stream[p] != chosen else 0.0) for p in before)])
-        free[chosen] = begins + work.seconds
+        free[chosen] = begins[chosen] + work.seconds
         ends.append(free[chosen])
         last[chosen] = launch
     return Schedule(stream, waits, len({*stream}))

@@ -145,6 +145,12 @@ def side_by_side(x: Value, y: Value, z: Value) -> Sequence[Value]:
     return x.unary("neg"), y.unary("exp"), z.unary("square")
 
 
+def outer(x: Value, y: Value) -> Sequence[Value]:
+    """Results of equal sizes, along two dimensions of a third one."""
+    rows, lanes = x.unary("neg"), y.unary("exp")
+    return rows, lanes, rows.view((*x.shape, 1)) + lanes
+
+
 def full_mean(x: Value) -> Sequence[Value]:
     mean = x.mean(tuple(range(len(x.shape))))
     return mean, x - mean

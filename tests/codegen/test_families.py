@@ -46,6 +46,7 @@ def families(rows: int, lanes: int, blocks: int) -> list[Case]:
         case("column_sum", groups.column_sum, r(4, rows, lanes), **b),
         case("full_mean", groups.full_mean, x, **b),
         case("side by side", groups.side_by_side, x, g, y, **b),
+        case("outer", groups.outer, weight, bias, **b),
         case("side by side, one transposed", groups.side_by_side, x, r(lanes, rows).T, y, **b),
         case("batch_norm", groups.batch_norm(1), image, *c, **b),
         case("batch_norm channels last", groups.batch_norm(1), nhwc, *c, outputs=out, **b),

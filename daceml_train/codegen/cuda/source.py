@@ -99,10 +99,10 @@ def _symbols(plan: CudaPlan) -> list[str]:
 
 def entry(plan: CudaPlan, passed: list[str], types: dict[str, str], key: str) -> str:
     """The host function: it unpacks pointers and integers, and chooses the width."""
-    g, loops = plan.geometry, plan.loops
+    g, loops, halves = plan.geometry, plan.loops, plan.halves
     signature = "void** pointers, const int64_t* integers, void* stream"
     lines = [f'extern "C" VM_EXPORT int launch_{key}({signature}) {{']
-    if plan.halves is not None:
+    if halves is not None:
         lines = [f"static int start_{key}({signature}, int part) {{"]
     lines.append("    const int64_t blocks = integers[0];")
     for position, (name, _) in enumerate(plan.integers().items(), 1):
@@ -118,14 +118,14 @@ def entry(plan: CudaPlan, passed: list[str], types: dict[str, str], key: str) ->
     cut = loops.mode == "tiles" or g.tiled
     lines.append(f"    const int64_t tiles = {f'vm_tiles({lanes}, {g.capacity})' if cut else '1'};")
     lines.append("    const int64_t parts = blocks < tiles ? 1 : blocks / tiles;")
-    texts = ", ".join([*passed, "stream", *(["part"] if plan.halves is not None else [])])
+    texts = ", ".join([*passed, "stream", *(["part"] if halves is not None else [])])
     if g.width > 1:
         lines.append(f"    const bool wide = {' && '.join(_conditions(plan))};")
         lines.append(f"    if (wide) return k_{key}::run<true>({texts});")
     lines += [f"    return k_{key}::run<false>({texts});", "}"]
-    for number, half in enumerate(plan.halves or ()):
+    for number, half in enumerate(halves or ()):
         lines += _entry_of_part(plan, key, number, half, signature)
-    if plan.halves is not None:
+    if halves is not None:
         lines.append(f'extern "C" VM_EXPORT int launch_{key}({signature}) {{')
         lines += [f"    return start_{key}(pointers, integers, stream, 3);", "}"]
     return "\n".join([*lines, ""])

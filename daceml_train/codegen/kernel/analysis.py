@@ -238,12 +238,10 @@ class _Analysis:
         return replace(memory, terms=tuple(terms))
 
     def beside(self) -> None:
-        """Give results of equal sizes that share no axis the same ones: arrays that are copied by one kernel."""
+        """Give results of equal sizes the same axes, unless a value has both: a kernel copies several arrays."""
         first, *others = [self.values[name] for name in self.kernel.yields]
-        own = {axis for dim in first.dims for axis in self.axes.resolve(dim)}
         for value in others:
-            axes = {axis for dim in value.dims for axis in self.axes.resolve(dim)}
-            if same_shape(value.tensor.shape, first.tensor.shape) and not own & axes:
+            if same_shape(value.tensor.shape, first.tensor.shape) and not self.axes.meet(first.dims, value.dims):
                 for mine, theirs in zip(first.dims, value.dims, strict=True):
                     if mine and theirs:
                         self.axes.unify(mine, theirs)

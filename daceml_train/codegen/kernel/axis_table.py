@@ -57,6 +57,11 @@ class AxisTable:
                 raise Transposed
             self.users[axis].add(self.values)
 
+    def meet(self, a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> bool:
+        """Whether one value is indexed by axes of both."""
+        left, right = ({u for dim in dims for axis in self.resolve(dim) for u in self.users[axis]} for dims in (a, b))
+        return bool(left & right)
+
     def join(self, a: int, b: int) -> None:
         if self.users[a] & self.users[b]:
             raise Transposed
