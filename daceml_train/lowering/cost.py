@@ -122,9 +122,7 @@ def _moved(launch: Launch) -> Cost:
             size = total(Tensor(place.shape, place.dtype).bytes for place, _ in pairs)
             return Cost("copy", "copy", "", launch.origin, size, size)
         case KernelLaunch(places=places, writes=writes):
-            size, read = (
-                total(Tensor(places[i].shape, places[i].dtype).bytes for i in writes),
-                len(places) > len(writes),
-            )
+            size = total(Tensor(places[i].shape, places[i].dtype).bytes for i in writes)
+            read = len(places) > len(writes)
             return Cost("kernel", "copy" if read else "constant", "", launch.origin, size if read else 0, size)
     return Cost("call", launch.target if isinstance(launch, CallLaunch) else "", "", launch.origin)

@@ -239,8 +239,9 @@ class _Analysis:
 
     def beside(self) -> None:
         """Give results of equal sizes the same axes, unless a value has both: a kernel copies several arrays."""
-        first, *others = [self.values[name] for name in self.kernel.yields]
-        for value in others:
+        results = [self.values[name] for name in self.kernel.yields]
+        for value in results[1:]:
+            first = results[0]
             if same_shape(value.tensor.shape, first.tensor.shape) and not self.axes.meet(first.dims, value.dims):
                 for mine, theirs in zip(first.dims, value.dims, strict=True):
                     if mine and theirs:
