@@ -90,20 +90,22 @@ def _bars(axes: Any, training: Training) -> None:
     axes.set_axisbelow(True)
 
 
-def ratios(networks: Mapping[str, Mapping[str, float]], path: Path) -> Path:
-    """Three bars per network: how many times as fast as the best of PyTorch a step is."""
+def ratios(networks: Mapping[str, Mapping[str, float]], path: Path, processor: str) -> Path:
+    """Up to three bars per network: how many times as fast as the best of PyTorch a step is."""
     kinds = {"step": "training_step", "tuned": "training_step, PyTorch's memory tuned", "module": "optimize"}
+    kinds = {kind: label for kind, label in kinds.items() if any(kind in row for row in networks.values())}
     colors = {"step": BLUE, "tuned": "#56B4E9", "module": ORANGE}
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(8.0, 0.9 + 0.52 * len(networks)), layout="constrained")
         for place, (kind, label) in enumerate(kinds.items()):
             heights = [row.get(kind, 0.0) for row in networks.values()]
-            at = [number + 0.27 * (place - 1) for number in range(len(networks))]
-            bars = axes.barh(at, heights, height=0.25, color=colors[kind], label=label)
+            thick = 0.81 / max(2, len(kinds))
+            at = [number + thick * (place - (len(kinds) - 1) / 2) for number in range(len(networks))]
+            bars = axes.barh(at, heights, height=0.93 * thick, color=colors[kind], label=label)
             axes.bar_label(bars, [f"{h:.2f}" if h else "" for h in heights], padding=3, color=INK, size=8)
         axes.axvline(1.0, color=INK, linewidth=1.0)
         axes.set_yticks(range(len(networks)), networks)
-        axes.set(title="Training steps: times as fast as the best of PyTorch", xlim=(0, None))
+        axes.set(title=f"Training steps: times as fast as the best of PyTorch\n{processor}, two cores", xlim=(0, None))
         axes.set_ylim(len(networks) - 0.5, -0.5)
         axes.margins(x=0.08)
         figure.legend(loc="outside lower center", ncols=len(kinds), fontsize=9)

@@ -67,7 +67,7 @@ def write(results: dict[str, Any]) -> None:
     PAGE.write_text("\n".join(page(results)) + "\n", encoding="utf-8")
     networks = results[_drawn(results)]["networks"]
     if drawn := {name: chosen for name, found in networks.items() if (chosen := _ratios(found))}:
-        ratios(drawn, PAGE.with_suffix(".png"))
+        ratios(drawn, PAGE.with_suffix(".png"), _drawn(results))
 
 
 def _drawn(results: Mapping[str, Any]) -> str:
