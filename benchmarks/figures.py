@@ -90,7 +90,7 @@ def _bars(axes: Any, training: Training) -> None:
     axes.set_axisbelow(True)
 
 
-def ratios(networks: Mapping[str, Mapping[str, float]], path: Path, processor: str) -> Path:
+def ratios(networks: Mapping[str, Mapping[str, float]], path: Path, machine: str) -> Path:
     """Up to three bars per network: how many times as fast as the best of PyTorch a step is."""
     kinds = {"step": "training_step", "tuned": "training_step, PyTorch's memory tuned", "module": "optimize"}
     kinds = {kind: label for kind, label in kinds.items() if any(kind in row for row in networks.values())}
@@ -105,7 +105,7 @@ def ratios(networks: Mapping[str, Mapping[str, float]], path: Path, processor: s
             axes.bar_label(bars, [f"{h:.2f}" if h else "" for h in heights], padding=3, color=INK, size=8)
         axes.axvline(1.0, color=INK, linewidth=1.0)
         axes.set_yticks(range(len(networks)), networks)
-        axes.set(title=f"Training steps: times as fast as the best of PyTorch\n{processor}, two cores", xlim=(0, None))
+        axes.set(title=f"Training steps: times as fast as the best of PyTorch\n{machine}", xlim=(0, None))
         axes.set_ylim(len(networks) - 0.5, -0.5)
         axes.margins(x=0.08)
         figure.legend(loc="outside lower center", ncols=len(kinds), fontsize=9)

@@ -65,9 +65,10 @@ def write(results: dict[str, Any]) -> None:
     from benchmarks.figures import ratios
 
     PAGE.write_text("\n".join(page(results)) + "\n", encoding="utf-8")
-    networks = results[_drawn(results)]["networks"]
+    processor = _drawn(results)
+    networks, cores = results[processor]["networks"], results[processor]["cores"]
     if drawn := {name: chosen for name, found in networks.items() if (chosen := _ratios(found))}:
-        ratios(drawn, PAGE.with_suffix(".png"), _drawn(results))
+        ratios(drawn, PAGE.with_suffix(".png"), f"{cores} cores of {processor}")
 
 
 def _drawn(results: Mapping[str, Any]) -> str:

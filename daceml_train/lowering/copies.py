@@ -25,9 +25,6 @@ class Lowering(Protocol):
     ) -> None:
         """Launch a generated kernel."""
 
-    def copy(self, source: BufferView, target: BufferView, origin: str) -> None:
-        """Copy an array."""
-
 
 def joined(launches: Iterable[Launch]) -> list[Launch]:
     """The launches with their bytewise copies as one, after the others.
@@ -50,7 +47,10 @@ def joined(launches: Iterable[Launch]) -> list[Launch]:
 
 
 def copy_together(lowering: Lowering, pairs: Sequence[tuple[BufferView, BufferView]], origin: str) -> None:
-    """Copy sources to targets, none of which is a source, in few launches: those of equal layouts together."""
+    """Copy sources to targets, none of which is a source, in few launches: those of equal layouts together.
+
+    Copies are bytewise where both have the same dense layout, else by kernels.
+    """
     bytewise: list[tuple[BufferView, BufferView]] = []
     groups: dict[object, list[tuple[BufferView, BufferView]]] = {}
     for source, target in pairs:
@@ -72,6 +72,8 @@ def copy_together(lowering: Lowering, pairs: Sequence[tuple[BufferView, BufferVi
             statements = [Statement(cast, (x,), (v,)) for x, v in zip(arguments, results, strict=True)]
             try:
                 lowering.launch(Kernel(arguments, tuple(statements), results), sources, targets, origin)
-            except Refused:
-                for source, target in some:
-                    lowering.copy(source, target, origin)
+            except Refused:  # together they are not one loop nest
+                if len(some) == 1:
+                    raise
+                for pair in some:
+                    copy_together(lowering, [pair], origin)

@@ -35,14 +35,13 @@ from daceml_train.lowering.program import (
     Buffer,
     BufferView,
     CallLaunch,
-    CopyLaunch,
     KernelLaunch,
     LaneRules,
     Program,
     ProgramInput,
 )
 from daceml_train.ops.control import ControlFlow
-from daceml_train.ops.elementwise import Cast, Full, Iota
+from daceml_train.ops.elementwise import Full, Iota
 from daceml_train.ops.fallback import Operand
 from daceml_train.ops.kernel import Kernel, Statement
 from daceml_train.ops.movement import Concat, Slice
@@ -164,13 +163,8 @@ class _Lowering:
         return target
 
     def copy(self, source: BufferView, target: BufferView, origin: str) -> None:
-        """Copy between layouts: bytewise if both have the same dense layout, else by a kernel."""
-        dense = Tensor(source.shape).strides
-        if source.dtype is target.dtype and source.strides == target.strides == dense:
-            self.program.launches.append(CopyLaunch(((target, source),), origin))
-            return
-        body = Kernel(("x0",), (Statement(Cast(target.dtype), ("x0",), ("v0",)),), ("v0",))
-        self.launch(body, [source], [target], origin)
+        """Copy between layouts."""
+        copy_together(self, [(source, target)], origin)
 
     # ---- nodes --------------------------------------------------------------------------------------------------
     def node(self, node: Node) -> None:

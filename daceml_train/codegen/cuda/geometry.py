@@ -1,7 +1,7 @@
 """Geometry: the launch configuration, which distributes the rows and lanes of a kernel over threads.
 
     thread    owns fragments: `width` neighboring lanes each, `fragments` of them at a time
-    team      `team` threads that share a row: part of a warp, a warp, or the whole block
+    team      `team` threads that share a row: part of a warp, a warp, or several
     block     `threads` threads: one or more teams, each with rows of its own
 
 Every lane map of a kernel assigns the same lanes to the same thread, so a thread reads its own stores without a
@@ -154,7 +154,7 @@ def _held_rows(loops: Loops, phases: Staging) -> list[Geometry]:
         threads = max(team, threads, min(SUMMING_THREADS, team * _power_below(together)))
         return Geometry(threads, team, width, count, full=full, ragged=rest, ahead=ahead, each=8)
 
-    # more than a warp: the block, for its barriers
+    # more than a warp: the block, unless its rows are summed over
     team = min(32, _power(fragments)) if fragments <= 32 * most else _power(-(-fragments // most))
     while isinstance(rows, int) and rows * team < FEW_THREADS and team < min(_power(fragments), MOST_THREADS // 2):
         team *= 2

@@ -89,14 +89,14 @@ class CudaCode(KernelCode):
         return "rows" if rows else "elements"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CudaPart(KernelCode):
     """One launch of a kernel that has two: `launch_<key>` takes the pointers that it touches, and all integers.
 
     The scratch arrays are the last pointers. The first part writes them, the second one reads those that it has.
     """
 
-    whole: CudaCode = field(default=None, repr=False)  # type: ignore[assignment]  # after fields with defaults
+    whole: CudaCode = field(repr=False)
     number: int = 0
     positions: tuple[int, ...] = ()
     """Of the pointers of the whole kernel, those that it touches."""
@@ -124,13 +124,12 @@ class CudaPart(KernelCode):
 def _part(whole: CudaCode, half: Half, number: int) -> CudaPart:
     plan = whole.plan
     assert isinstance(plan, CudaPlan)
-    places = {plan.position(array := plan.arrays.named[name]): array for name in half.reads | half.writes}
-    positions = tuple(sorted(places))
-    written = {plan.position(plan.arrays.named[name]) for name in half.writes}
+    positions, written = plan.positions(half.arrays), plan.positions(half.writes)
+    scratch = dict(zip(plan.positions(a.name for a in plan.arrays.scratch), whole.scratch, strict=True))
     return CudaPart(
         f"{whole.key}_{number}",
         whole.integers,
-        tuple(simplify(places[p].bytes) for p in positions if places[p].pointer[0] == "scratch"),
+        tuple(scratch[p] for p in positions if p in scratch),
         whole.rows,
         whole.work,
         whole=whole,

@@ -30,6 +30,11 @@ class Half:
     reads: Set[str]
     writes: Set[str]
 
+    @property
+    def arrays(self) -> Set[str]:
+        """All of them."""
+        return self.reads | self.writes
+
 
 class CudaLoops(Loops):
     """Loops of a CUDA kernel: the criteria for tiles of lanes as the parallel loop differ from the CPU's.
@@ -202,6 +207,10 @@ class CudaPlan(Plan):
         kind, position = array.pointer
         inputs, outputs = len(self.loops.operands), sum(r.target is None for r in self.loops.domain.results)
         return position + {"input": 0, "output": inputs, "scratch": inputs + outputs}[kind]
+
+    def positions(self, names: Iterable[str]) -> tuple[int, ...]:
+        """The positions of arrays among a kernel's pointers, in ascending order."""
+        return tuple(sorted({self.position(self.arrays.named[name]) for name in names}))
 
     @property
     def launches(self) -> int:

@@ -133,8 +133,7 @@ def entry(plan: CudaPlan, passed: list[str], types: dict[str, str], key: str) ->
 
 def _entry_of_part(plan: CudaPlan, key: str, number: int, half: Half, signature: str) -> list[str]:
     """The host function of one of two launches, which takes the pointers that it touches."""
-    places = sorted({plan.position(plan.arrays.named[name]) for name in half.reads | half.writes})
-    count = 1 + max(map(plan.position, plan.arrays.named.values()))
+    places, count = plan.positions(half.arrays), 1 + max(plan.positions(plan.arrays.named))
     pointers = [f"pointers[{places.index(p)}]" if p in places else "nullptr" for p in range(count)]
     return [
         f'extern "C" VM_EXPORT int launch_{key}_{number}({signature}) {{',
