@@ -246,7 +246,13 @@ class Grouping:
             for item in group.items:
                 add(item)
         yields = [name for g in groups for item in g.items for name in item.outputs if self.seen_outside(name, groups)]
-        return tuple(arguments), statements, yields
+        permuted: dict[str, Statement] = {}
+        for name in tuple(arguments):  # an update could not replace an array that is, permuted, another operand as well
+            base, path = self.source(name)
+            if path and base in arguments and all(isinstance(item.op, Permute) for item in path):
+                del arguments[name]
+                permuted.update((i.outputs[0], Statement(i.op, tuple(i.inputs), i.outputs)) for i in reversed(path))
+        return tuple(arguments), [*permuted.values(), *statements], yields
 
     def kernel(
         self, *groups: Group, copies: frozenset[Item] = frozenset()

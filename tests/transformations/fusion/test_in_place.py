@@ -75,3 +75,29 @@ def test_what_is_stored_in_place_joins_nothing() -> None:
     first, second = (grouping.producer[name].group for name in ("a", "n"))
     assert first is not None and second is not None
     assert grouping.refusal(first, second, 96) == "n is stored over what it replaces"
+
+
+def test_an_array_that_is_read_permuted_as_well_can_be_replaced() -> None:
+    """The update of a weight joins the cast of the weight, transposed, which a later matmul reads in 16 bits."""
+    body = """
+%t = permute(%w, dims=(1, 0))
+%u = cast(%t, dtype=bf16)
+%n = sub(%w, %g)
+%y = matmul(%x, %u)
+write w <- %n
+"""
+    graph = program("w: f32[6, 4], g: f32[6, 4], x: bf16[5, 4]", body, "%y")
+    after = UpdateInPlace().run(FuseSiblings().run(graph))
+    (kernel,) = (node for node in after.nodes if node.outputs[-1] == "n")
+    assert kernel.inputs == ("w", "g")
+    assert kernel.op.updates == ((1, 0),)
+    check_same(graph, after, exact=False)
+
+
+def test_a_kernel_that_also_reads_the_transposed_element_replaces_nothing() -> None:
+    body = "%t = permute(%p, dims=(1, 0))\n%e = exp(%t)\n%n = mul(%e, %p)\nwrite p <- %n"
+    graph = program("p: f32[6, 6]", body)
+    after = UpdateInPlace().run(FuseElementwise().run(graph))
+    assert [node.inputs for node in after.nodes if node.outputs == ("n",)] == [("p",)]
+    assert updates(after) == 0
+    check_same(graph, after, exact=False)
