@@ -12,6 +12,9 @@ from daceml_train.ops.operator import Array, Builder, Operator, Value, make
 from daceml_train.ops.reduction import wide, wide_type
 from daceml_train.tensor import Dim, DType, Tensor, broadcast, same, same_shape, show_shape, simplify
 
+TOKEN_MAJOR = (0, 2, 1, 3)
+"""The memory order of results: [B, T, H, E], which models join to [B, T, H * E]; PyTorch's kernels write in it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledDotProduct(Operator):
@@ -60,8 +63,8 @@ class ScaledDotProduct(Operator):
 class Attention(ScaledDotProduct):
     """`softmax(scale * q k^T + mask) v`: q [B, H, T, E], k, v [B, H, S, E], an optional mask [T, S] or [B, H, T, S].
 
-    Sizes of the mask may be 1. Results: y like q, and logsumexp [B, H, T] of the scores, float32 for 16-bit q. A row
-    without visible keys produces zeros, and logsumexp 0.
+    Sizes of the mask may be 1. Results: y like q, with the heads of a token together, and logsumexp [B, H, T] of the
+    scores, float32 for 16-bit q. A row without visible keys produces zeros, and logsumexp 0.
     """
 
     name = "attention"
@@ -71,7 +74,7 @@ class Attention(ScaledDotProduct):
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         q, k, v, *mask = operands
         self.check(q, k, v, tuple(mask))
-        return Tensor(q.shape, q.dtype, q.order), Tensor(q.shape[:3], wide_type(q.dtype), (0, 2, 1))
+        return Tensor(q.shape, q.dtype, TOKEN_MAJOR), Tensor(q.shape[:3], wide_type(q.dtype), (0, 2, 1))
 
     def evaluate(self, *operands: Array) -> tuple[Array, ...]:
         q, k, v, *mask = operands
@@ -137,7 +140,7 @@ class AttentionGrad(ScaledDotProduct):
         self.check(q, k, v, tuple(mask))
         if not same_shape(grad.shape, q.shape) or not same_shape(logsumexp.shape, q.shape[:3]):
             raise Invalid(f"attention_grad expects a cotangent like {q}, given {grad}, logsumexp {logsumexp}")
-        gq, gk, gv = (Tensor(t.shape, t.dtype, (0, 2, 1, 3)) for t in (q, k, v))
+        gq, gk, gv = (Tensor(t.shape, t.dtype, TOKEN_MAJOR) for t in (q, k, v))
         return gq, gk, gv
 
     def evaluate(self, *operands: Array) -> tuple[Array, ...]:

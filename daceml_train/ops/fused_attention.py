@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from daceml_train.errors import Invalid, Unsupported
-from daceml_train.ops.attention import ScaledDotProduct
+from daceml_train.ops.attention import TOKEN_MAJOR, ScaledDotProduct
 from daceml_train.ops.operator import Array, Builder, Value
 from daceml_train.ops.random import DropoutGiven, Uniform
 from daceml_train.tensor import Dim, DType, Tensor, broadcast, same_shape, show_shape, simplify
@@ -90,7 +90,7 @@ class FusedAttention(Masked):
     def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
         q, k, v, *rest = operands
         self.check_rest(q, k, v, rest)
-        return Tensor(q.shape, q.dtype, (0, 2, 1, 3)), Tensor(q.shape[:3], q.dtype)
+        return Tensor(q.shape, q.dtype, TOKEN_MAJOR), Tensor(q.shape[:3], q.dtype)
 
     def evaluate(self, *operands: Array) -> tuple[Array, ...]:
         q, k, v, *rest = operands
@@ -162,7 +162,7 @@ class FusedAttentionGrad(Masked):
         self.check_rest(q, k, v, rest)
         if not same_shape(grad.shape, q.shape) or not same_shape(logsumexp.shape, q.shape[:3]):
             raise Invalid(f"{self.label} expects a cotangent like {q}, given {grad}, logsumexp {logsumexp}")
-        gq, gk, gv = (Tensor(t.shape, t.dtype, (0, 2, 1, 3)) for t in (q, k, v))
+        gq, gk, gv = (Tensor(t.shape, t.dtype, TOKEN_MAJOR) for t in (q, k, v))
         return gq, gk, gv
 
     def evaluate(self, *operands: Array) -> tuple[Array, ...]:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from daceml_train.autodiff.reverse import differentiate
 from daceml_train.errors import Invalid, Unsupported
 from daceml_train.graph.graph import Graph
-from daceml_train.ops.attention import Attention, AttentionGrad
+from daceml_train.ops.attention import TOKEN_MAJOR, Attention, AttentionGrad
 from daceml_train.tensor import DType, Tensor, symbol
 from tests.ops.checking import check_op, numbers
 
@@ -73,12 +73,18 @@ def test_gradient_is_that_of_aten(causal: bool) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("projected", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_types_and_memory_orders_are_those_of_aten(dtype: torch.dtype, permuted: bool) -> None:
-    order = (0, 2, 1, 3) if permuted else None
-    tensors = [Tensor(s.shape, DType[str(dtype)[6:]], order) for s in qkv()]
-    arrays = [torch.empty_strided(t.shape, t.strides, dtype=dtype).zero_() for t in tensors]
+def test_types_and_memory_orders_are_those_of_aten(dtype: torch.dtype, projected: bool) -> None:
+    """For q, k, v with the heads of a token together, as one matmul computes them all or each of them."""
+    tensors = [Tensor(s.shape, DType[str(dtype)[6:]], None if projected else TOKEN_MAJOR) for s in qkv()]
+    if projected:
+        batch, heads, _, size = tensors[0].shape
+        longest = max(t.shape[2] for t in tensors)
+        whole = torch.zeros(batch, longest, 3, heads, size, dtype=dtype).permute(2, 0, 3, 1, 4)
+        arrays = [part[:, :, : t.shape[2]] for part, t in zip(whole.unbind(0), tensors, strict=True)]
+    else:
+        arrays = [torch.empty_strided(t.shape, t.strides, dtype=dtype).zero_() for t in tensors]
     results, outputs = Attention().infer(*tensors), FLASH(*arrays)
     backward = AttentionGrad().infer(results[0], *tensors, *results)
     made_backward = FLASH_BACKWARD(outputs[0], *arrays, *outputs, 0.0, False)
