@@ -1,4 +1,6 @@
-"""PyTorch's flash kernel reads rows as dense whatever their stride: what is not dense is copied before it."""
+"""PyTorch's flash kernel reads rows as dense whatever their stride: what is not dense is copied before it, and a result
+in another memory order than is declared is converted after it.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,21 @@ class Library(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v).flatten(1)
 
 
-@pytest.mark.parametrize("make", [Transposed, Library])
-def test_rows_that_are_not_dense(make: type[nn.Module]) -> None:
+class Apart(nn.Module):
+    """Heads that lie apart in memory: PyTorch's result is row-major as they are, and is converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(-1, 2, 17, 16)
+        q, k, v = (torch.tanh(heads * self.scale * factor) for factor in (1.0, 2.0, 3.0))
+        return nn.functional.scaled_dot_product_attention(q, k, v).flatten(1)
+
+
+@pytest.mark.parametrize("make", [Transposed, Library, Apart])
+def test_numbers_are_those_of_eager_execution(make: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = make().double(), torch.randn(4, 17, 32, dtype=torch.float64)
     results = []
