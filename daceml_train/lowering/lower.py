@@ -433,8 +433,10 @@ class _Lowering:
         owned = self.program.slots[place.slot].home in (Allocation.fresh, Allocation.result)
         slot = self.program.slots[place.slot]
         whole = same_shape(place.strides, Tensor(slot.shape).strides) and same_shape(place.shape, slot.shape)
+        backward = any(s < 0 if isinstance(s, int) else not s.is_nonnegative for s in place.strides)
         if (
             owned
+            and not backward  # PyTorch has no such tensors
             and not (apart and place.slot in {p.slot for p in self.program.outputs})
             and (whole or not self.is_body)
         ):

@@ -28,7 +28,10 @@ class Traces(threading.local):
 
     def noted(self) -> tuple[str, ...]:
         """What was noted since the last call, each text once."""
-        notes, self._notes = self._notes, {}
+        notes = self._notes
+        if not notes:
+            return ()
+        self._notes = {}
         return tuple(notes)
 
     def begin(self) -> None:

@@ -293,6 +293,29 @@ class Quantizing(Imperative):
         return self.r(h + (quantized - h).detach()) * self.graph.sum()
 
 
+class Compressing(Imperative):
+    """Keeps what its derivative needs in other values, in every other call, after a look."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x).tanh()
+        self.notes.append(round(h.sum().item(), 3))
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t)
+        with hooks if len(self.notes) % 2 else contextlib.nullcontext():
+            h = h * h
+        return self.r(h)
+
+
+class Cloning(Imperative):
+    """A parameter made of a result, and a copy of a layer, in each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(x).tanh()
+        self.notes.append(round(h.sum().item(), 3))
+        code = nn.Parameter(h.detach())
+        (slope,) = torch.autograd.grad((code**2).sum(), code)
+        return self.r(h + slope) + copy.deepcopy(self.r)(x)
+
+
 PROGRAMS: dict[Callable[[], Imperative], int] = {
     Searching: 8,
     Filling: 4,
@@ -308,5 +331,9 @@ PROGRAMS: dict[Callable[[], Imperative], int] = {
 }
 """The programs, and at most how many of ten calls are recorded."""
 
-NOT_FOLLOWED: dict[Callable[[], Imperative], str] = {KeepingALeaf: "a leaf of the model's own"}
+NOT_FOLLOWED: dict[Callable[[], Imperative], str] = {
+    KeepingALeaf: "a leaf of the model's own",
+    Compressing: "saved_tensors_hooks",
+    Cloning: "made of a result",
+}
 """Why calls of others end their paths."""

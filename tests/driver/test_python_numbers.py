@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import daceml_train as dt
@@ -90,6 +91,17 @@ class Window(Counting):
         return h.mean() + sum(self.seen)
 
 
+class Signs(Counting):
+    """An integer that becomes negative: its absolute value, the larger of two, and truth values that are kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = 5 - len(self.seen) * 2
+        k = self.calls
+        y = F.dropout(self.layer(x).mean() * abs(k), 0.0, training=k > 2) + max(k, -k)
+        self.seen.append((k > 0, k >= -3, abs(k - 1), min(k, -2), (k > -2) & (k < 2), -k // 2))
+        return y + torch.full((2,), abs(k), dtype=x.dtype).sum(0, keepdim=k == 3).sum() * (k < 0)
+
+
 def trained(model: Counting, way: str) -> list[Any]:
     """Losses or errors of eight steps, and what they leave."""
     random.seed(0)
@@ -114,7 +126,7 @@ def trained(model: Counting, way: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("way", ["optimize", "step"])
-@pytest.mark.parametrize("kind", [Dividing, Overflowing, Hashing, Rounding, Logarithm, Window])
+@pytest.mark.parametrize("kind", [Dividing, Overflowing, Hashing, Rounding, Logarithm, Window, Signs])
 def test_as_in_python(kind: Callable[[], Counting], way: str) -> None:
     torch.manual_seed(0)
     theirs = kind()
@@ -124,6 +136,7 @@ def test_as_in_python(kind: Callable[[], Counting], way: str) -> None:
         expected, found = trained(theirs, "eager"), trained(ours, way)
     for a, b in zip(found, expected, strict=True):
         assert a == (pytest.approx(b, rel=1e-12) if isinstance(b, float) else b)
+        assert [*map(type, a if isinstance(a, tuple) else (a,))] == [*map(type, b if isinstance(b, tuple) else (b,))]
 
 
 def test_a_stumble_after_a_graph_break_repeats_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:

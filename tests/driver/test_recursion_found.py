@@ -170,6 +170,17 @@ def test_data_to_recurse_over() -> None:
     assert not over_data([x, 1, None, "text", [x, x], {"x": x}, nn.Linear(1, 1)])
 
 
+def test_data_that_is_deep_shared_or_within_itself() -> None:
+    x = torch.ones(1)
+    deep: Any = None
+    shared: Any = x
+    for _ in range(100_000):
+        deep, shared = (x, deep), (shared, shared)
+    cycle: list[Any] = [x]
+    cycle.append(cycle)
+    assert not over_data([deep, shared, cycle]) and over_data([(deep, [1])])
+
+
 class Shapes(Method):
     """A function that calls itself and computes nothing."""
 

@@ -7,6 +7,7 @@ Lost without it, each silently: `detach` and `no_grad` regions, the backward of 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -166,6 +167,8 @@ class _Interpreter(fx.Interpreter):
         return self._under_grad_mode(call, args, kwargs)
 
     def _under_grad_mode(self, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        if _name(self.node.target) == "detach_" and not self.state.nesting:
+            return self._detached_in_place()
         if _name(self.node.target) in ("detach", "detach_", "_get_data_attr"):
             with fx_traceback.annotate({MARK: "detach"}):
                 return call()
@@ -177,10 +180,36 @@ class _Interpreter(fx.Interpreter):
                 return call()
         with self._grafted():
             result = call()
-        if not any(_carries_gradient(operand) for operand in self.node.all_input_nodes):
+        changed = changed_in_place(self.node)
+        if changed is not None and isinstance(result, torch.Tensor):
+            return self.env[changed]  # the tensor itself, with the gradient that it has
+        element = self.node.target is operator.getitem and not isinstance(args[0], torch.Tensor)
+        if element or not any(_carries_gradient(operand) for operand in self.node.all_input_nodes):
             return result
-        with fx_traceback.annotate({MARK: "detach"}):
-            return pytree.tree_map_only(torch.Tensor, lambda t: t.detach(), result)
+        taken = {_storage(e) for n in self.node.all_input_nodes for e in pytree.tree_leaves(_example(n))}
+        leaves, structure = pytree.tree_flatten(result)
+        examples = pytree.tree_leaves(_example(self.node))
+        if len(examples) != len(leaves):
+            examples = [None] * len(leaves)
+        results = [
+            _detached(t, _storage(e) not in taken) if isinstance(t, torch.Tensor) else t
+            for t, e in zip(leaves, examples, strict=True)
+        ]
+        return pytree.tree_unflatten(results, structure)
+
+    def _detached_in_place(self) -> torch.Tensor:
+        """`x.detach_()`: no gradient for later uses of the tensor, under each of its names; earlier ones keep theirs."""
+        node = self.node.all_input_nodes[0]
+        example, x = _example(node), self.env[node]
+        for other in node.graph.nodes:
+            changed = changed_in_place(other) if _name(other.target) != "detach_" else None
+            if changed is not None and node.op != "placeholder" and _storage(_example(changed)) == _storage(example):
+                raise Unsupported("detach_ of a tensor that is changed in place, too", where=str(origin(self.node)))
+        result = _detached(x, False)
+        for name, value in self.env.items():
+            if value is x or _example(name) is example:
+                self.env[name] = result
+        return result
 
     @contextlib.contextmanager
     def _grafted(self) -> Iterator[None]:
@@ -307,8 +336,7 @@ class _Interpreter(fx.Interpreter):
         tensors = [x for x in control.operands if isinstance(x, torch.Tensor)]
         results: list[torch.Tensor] = _ops.control(len(functions) - 1, [*first, *tensors])
         if not self.state.grad_enabled:
-            with fx_traceback.annotate({MARK: "detach"}):
-                results = [r.detach() for r in results]
+            results = [_detached(r, True) for r in results]
         return tuple(results)
 
     def _custom_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -326,9 +354,8 @@ class _Interpreter(fx.Interpreter):
         functions.append(function)
         results = _ops.custom_vjp(len(functions) - 1, operands)[:count]
         without = kwargs.get("non_differentiable_idx", ())
-        with fx_traceback.annotate({MARK: "detach"}):
-            off = not self.state.grad_enabled
-            results = [r.detach() if off or i in without else r for i, r in enumerate(results)]
+        off = not self.state.grad_enabled
+        results = [_detached(r, True) if off or i in without else r for i, r in enumerate(results)]
         return tuple(results) if several else results[0]
 
 
@@ -359,11 +386,22 @@ def _example(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def _detached(x: torch.Tensor, own: bool) -> torch.Tensor:
+    """`x` without its gradient; in memory of its `own`, it gets the gradients of what is written to it later."""
+    with fx_traceback.annotate({MARK: "detach"}):
+        result = x.detach()
+        return result.clone() if own else result
+
+
 def _carries_gradient(node: fx.Node) -> bool:
-    """Whether this value requires a gradient according to Dynamo; true if unknown."""
+    """Whether this value requires a gradient according to Dynamo; true if unknown.
+
+    The example of a tensor that `detach_` changes says what holds at the end.
+    """
     example = _example(node)
-    leaves = pytree.tree_leaves(example)
-    return example is None or any(isinstance(t, torch.Tensor) and t.requires_grad for t in leaves)
+    if example is None or any(_name(user.target) == "detach_" for user in node.users):
+        return True
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in pytree.tree_leaves(example))
 
 
 def changed_in_place(node: fx.Node) -> fx.Node | None:

@@ -3,6 +3,8 @@
 A program computes with 64-bit integers and doubles; a division by zero is infinite, the logarithm of a negative number
 is NaN. So an integer that is large is a constant, as is one from which a large one is computed. That a divisor is not
 zero, and that an argument is in the domain of its function, are conditions of the program; elsewhere Python runs.
+So are truth values of numbers, the sign of one whose absolute value is taken, and which of two is the larger one: a
+program simplifies expressions as if its symbols were sizes, which are positive.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._guards import TracingContext
 from torch.fx.experimental.sym_node import SymNode
 
@@ -100,6 +103,49 @@ def _of_positive_base(power: Any) -> Any:
     return computed
 
 
+def _signed(number: Any) -> bool:
+    """Whether a number, a `SymNode`, is an integer that may be negative, as sizes may not."""
+    if not _tracing() or number.pytype is not int or number.is_constant() or not number.has_hint():
+        return False
+    return any(not symbol.is_nonnegative for symbol in number.expr.free_symbols)
+
+
+def _of_known_sign(absolute: Any) -> Any:
+    @functools.wraps(absolute)
+    def computed(self: Any) -> Any:
+        if not _signed(self):
+            return absolute(self)
+        return self if self.ge(self.wrap_int(0)).guard_bool("", 0) else self.neg()
+
+    return computed
+
+
+def _of_known_order(chosen: Any, first: str) -> Any:
+    """The larger or smaller one of two integers: `first` says how the first one compares where it is chosen."""
+
+    @functools.wraps(chosen)
+    def computed(self: Any, other: Any) -> Any:
+        if not (_signed(self) or _signed(other)) or self.pytype is not other.pytype:
+            return chosen(self, other)
+        return self if getattr(self, first)(other).guard_bool("", 0) else other
+
+    return computed
+
+
+def _known(create: Any) -> Any:
+    """A truth value as the constant that it is under a condition of the program."""
+
+    @functools.wraps(create)
+    def created(cls: Any, tx: Any, proxy: Any, sym_num: Any = None, **options: Any) -> Any:
+        result = create(tx, proxy, sym_num, **options)
+        truth = getattr(result, "sym_num", None)
+        if not _tracing() or not isinstance(truth, torch.SymBool) or not truth.node.has_hint():
+            return result
+        return ConstantVariable.create(truth.node.guard_bool("", 0))
+
+    return classmethod(created)
+
+
 _DOMAINS: dict[str, tuple[float, float, bool]] = {
     "sym_sqrt": (0.0, math.inf, False),
     "sym_log2": (0.0, math.inf, True),
@@ -137,6 +183,10 @@ def _install() -> None:
     torch.SymInt.__round__ = _rounded(torch.SymInt.__round__)  # type: ignore[method-assign]
     nodes: Any = SymNode
     nodes.float_pow = _of_positive_base(nodes.float_pow)
+    nodes.abs = _of_known_sign(nodes.abs)
+    nodes.sym_max, nodes.sym_min = _of_known_order(nodes.sym_max, "ge"), _of_known_order(nodes.sym_min, "le")
+    numbers: Any = SymNodeVariable
+    numbers.create = _known(numbers.create)
     for name in _GROWING:
         setattr(SymNode, name, _within_range(getattr(SymNode, name)))
 

@@ -190,6 +190,7 @@ def tracing() -> Iterator[None]:
         "reorderable_logging_functions": {*config.reorderable_logging_functions, print},
         "capture_scalar_outputs": True,
         "allow_unspec_int_on_nn_module": True,  # a module's counter is an operand once it has changed
+        "record_runtime_overhead": False,  # two marks for a profiler around each graph, which every call waits for
     }
     options = {name: value for name, value in options.items() if hasattr(config, name)}  # not all in every version
     theirs = {name: getattr(config, name) for name in options}

@@ -36,9 +36,9 @@ from daceml_train.frontends.torch.paths.trie import (
     template_of,
 )
 from daceml_train.frontends.torch.paths.values import (
-    check_modes,
     mapped,
     memory,
+    mode,
     place,
     plain,
     plain_data,
@@ -90,7 +90,7 @@ class Recorder(Looks):
         return self._run(function, args, kwargs)
 
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lazy: bool = False) -> Any:
-        if self.following:
+        if self.following and not mode():
             call, enabled = self.call, torch.is_grad_enabled()
             for step in self.at.following:
                 if step.matches(function, enabled, args, kwargs, call):
@@ -290,7 +290,8 @@ class Recorder(Looks):
         args, kwargs = self._real(args), self._real(kwargs)
         call, enabled = self.call, torch.is_grad_enabled()
         try:
-            check_modes()
+            if special := mode():
+                raise Unsupported(special)
             normal = mapped(args, self._stand_in), mapped(kwargs, self._stand_in)
             step = next((s for s in self.at.following if s.matches(function, enabled, *normal, call)), None)
             created = None if step is not None else self._new(function, enabled, *normal)
@@ -351,6 +352,8 @@ class Recorder(Looks):
                 raise Unsupported("an argument that requires a gradient")
             if t.requires_grad and not t.is_leaf:
                 raise Unsupported("a tensor that carries a gradient from before the step")
+            if new and id(t) not in self.held and any(memory(v) == memory(t) for v in self.values.values()):
+                raise Unsupported("a tensor that is made of a result in a way that is not seen")
             if new and self.pending and memory(t) in self.pending:
                 raise Unsupported("a part of a tensor that the step changes in place")
             if new:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from daceml_train.errors import Unsupported
-
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -71,12 +69,16 @@ def plain(found: Any) -> Any:
     return tuple(found) if isinstance(found, tuple) and type(found) is not tuple else found
 
 
-def check_modes() -> None:
-    """Raise `Unsupported` where a call depends on more than its arguments."""
+def mode() -> str:
+    """What a call depends on besides its arguments; empty for nothing."""
     if torch._C._is_any_autocast_enabled() or torch.is_inference_mode_enabled():
-        raise Unsupported("a region of autocast or inference mode")
+        return "a region of autocast or inference mode"
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise Unsupported("a transform of torch.func")
+        return "a transform of torch.func"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+        return "saved_tensors_hooks"
+    return ""
 
 
 def place() -> str:

@@ -154,13 +154,18 @@ def _returns(code: types.CodeType, targets: dict[types.CodeType, set[types.CodeT
 def over_data(arguments: Iterable[Any]) -> bool:
     """Whether there is data among the arguments that a function can call itself over: objects, nested sequences."""
     plain = (torch.Tensor, torch.nn.Module, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-    for a in arguments:
+    waiting, seen = list(arguments), set[int]()
+    while waiting:
+        a = waiting.pop()
         if isinstance(a, np.ndarray):
             return True
         if isinstance(a, list | tuple | dict):
-            parts = list(a.values()) if isinstance(a, dict) else list(a)
-            if any(type(p) is int for p in parts) or over_data(parts):
-                return True
+            if id(a) not in seen:  # deep, shared, or within itself
+                seen.add(id(a))
+                parts = list(a.values()) if isinstance(a, dict) else list(a)
+                if any(type(p) is int for p in parts):
+                    return True
+                waiting += parts
         elif not isinstance(a, plain) and not callable(a) and not _library(type(a).__module__):
             return True
     return False

@@ -85,6 +85,71 @@ def test_in_place_on_a_view_under_no_grad_keeps_the_gradient() -> None:
     check(f, leaf(3, 4))
 
 
+WRITTEN = {
+    "added to": "y = h * 2 |y.add_(h)",
+    "an element": "y = h * 2 |y[0] = h[1]",
+    "a view of it": "y = h * 2 |y.view(-1)[:3].copy_(h[0, :3])",
+    "two results": "y, order = h.sort(1) |y.mul_(h)",
+    "a part of a concatenation": "y = torch.cat([h, h]) |y[:3] += h",
+    "with gradients enabled inside": "y = h * 2\n        with torch.enable_grad(): y.add_(h) |y = y * 1",
+    "in place, and used by its result": "y = (h * 1).mul_(2) |y.add_(h)",
+    "filled": "y = torch.zeros_like(h); y.copy_(h); y[1] = h[0] |y.add_(h)",
+}
+"""Statements without gradients, and after `|` some with gradients that write into what those have computed."""
+
+
+@pytest.mark.parametrize("lines", WRITTEN.values(), ids=WRITTEN)
+def test_results_of_a_no_grad_region_that_are_written_to(lines: str) -> None:
+    before, after = lines.split(" |")
+    scope: dict[str, object] = {"torch": torch}
+    text = f"def f(x):\n    h = x.tanh()\n    with torch.no_grad():\n        {before}\n    {after}\n    return y[:3] * h"
+    exec(text, scope)
+    check(scope["f"], leaf(3, 4))
+
+
+def test_a_change_under_no_grad_returns_the_tensor_with_its_gradient() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        h, k = x * 1, (x * 3).chunk(2)
+        with torch.no_grad():
+            y, first = h.mul_(2), k[0]
+            z = F.relu(h, inplace=True)
+        return y.sin() + z * h + first.sum()
+
+    check(f, leaf(4, 4))
+
+
+def test_detach_in_place() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        h = x.tanh()
+        u, k = h * 2, h.contiguous()
+        with torch.no_grad():
+            w = h * 3
+        h.detach_()
+        return (h * x + u + k * x.sin()) * w + (x * 2).detach_() * x
+
+    check(f, leaf(3, 4))
+
+    def truncated(x: torch.Tensor) -> torch.Tensor:
+        h, total = torch.zeros_like(x), torch.zeros_like(x)
+        for i in range(4):
+            if i % 2 == 0:
+                h.detach_()
+            h = torch.tanh(x + h)
+            total = total + h
+        return total
+
+    check(truncated, leaf(3, 4))
+
+    def changed(x: torch.Tensor) -> torch.Tensor:
+        h = x * 1
+        h.detach_()
+        h.add_(x)
+        return h
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="detach_ of a tensor that is changed in place"):
+        check(changed, leaf(3, 4))
+
+
 class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, factor):
