@@ -86,16 +86,21 @@ class Operand:
     @property
     def clamp(self) -> View:
         """Reads that yield the nearest element outside of the array."""
-        return View(lambda index: self._around(index, lambda i, n: apply("clamp", i, 0, n - 1)))
+        return View(lambda index: self._around(index, lambda i, n: apply("clamp", i, 0, n - 1), saturated=True))
 
     @property
     def wrap(self) -> View:
         """Reads that start over at the other end outside of the array."""
         return View(lambda index: self._around(index, lambda i, n: apply("remainder", i, n)))
 
-    def _around(self, index: Any, change: Callable[[Term, int], Term]) -> Term:
+    def _around(self, index: Any, change: Callable[[Term, int], Term], saturated: bool = False) -> Term:
+        """A read at a changed index; `saturated` changes floats before they become integers, which they may exceed."""
         shape = self.array.shape
-        given = [self._index(i, d) for d, i in enumerate(self._indices(index))]
+        raw = self._indices(index)
+        if saturated and len(raw) == len(shape):
+            floats = [isinstance(i, Term) and i.dtype is not None and i.dtype.is_float for i in raw]
+            raw = tuple(change(i, n) if f and n else i for i, n, f in zip(raw, shape, floats, strict=True))
+        given = [self._index(i, d) for d, i in enumerate(raw)]
         if any(n == 0 and not inside(i, n) for i, n in zip(given, shape, strict=True)):
             raise Invalid(f"{self.array} has no elements to read", where=location())
         changed = [i if inside(i, n) else change(i, n) for i, n in zip(given, shape, strict=True)]

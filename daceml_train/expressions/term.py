@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import numpy as np
 
 from daceml_train.errors import Invalid
 from daceml_train.expressions.promotion import FLOATS, LOGICAL, common, default_float, fits, location, number_in
@@ -158,17 +161,27 @@ class Term:
         return apply("ge", self, other)
 
     def __and__(self, other: Any) -> Term:
-        return apply("logical_and", self, other)
+        return _bitwise("and", self, other)
 
     __rand__ = __and__
 
     def __or__(self, other: Any) -> Term:
-        return apply("logical_or", self, other)
+        return _bitwise("or", self, other)
 
     __ror__ = __or__
 
+    def __xor__(self, other: Any) -> Term:
+        return _bitwise("xor", self, other)
+
+    __rxor__ = __xor__
+
     def __invert__(self) -> Term:
-        return apply("logical_not", self)
+        return _bitwise("not", self)
+
+    def __round__(self, digits: int | None = None) -> Term:
+        if digits is not None:
+            raise Invalid("round of an index expression takes no number of digits", where=location())
+        return apply("round", self)
 
     def __repr__(self) -> str:
         if self.op == "number":
@@ -233,13 +246,17 @@ def lift(value: Any) -> Term:
         return value
     if isinstance(value, bool):
         return number(value)
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-        value = value.item()  # a NumPy scalar
+    if isinstance(value, np.generic | np.ndarray) and not value.ndim:
+        value = value.item()
     if isinstance(value, int):
         return number(int(value))
     if isinstance(value, float):
         return number(float(value))
-    raise Invalid(f"an expression computes with {type(value).__name__}", where=location(), advice="index it: x[i, j]")
+    kind = type(value).__name__
+    advice = "make it an operand of the function" if hasattr(value, "requires_grad") else "index it: x[i, j]"
+    raise Invalid(
+        f"an expression computes with numbers and elements, not with a {kind}", where=location(), advice=advice
+    )
 
 
 def constant(term: Term) -> Any:
@@ -274,10 +291,25 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "logical_and": lambda a, b: bool(a) and bool(b),
     "logical_or": lambda a, b: bool(a) or bool(b),
     "logical_not": lambda a: not a,
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor,
+    "bitwise_not": operator.invert,
     "maximum": max,
     "minimum": min,
     "abs": abs,
 }
+
+
+def _bitwise(name: str, *operands: Any) -> Term:
+    """`&`, `|`, `^` and `~`: of truth values logical, of integers bit by bit, as in PyTorch."""
+    terms = [lift(v) for v in operands]
+    if all(t.dtype is DType.bool or isinstance(t.value, bool) for t in terms):
+        return apply("ne", *terms) if name == "xor" else apply(f"logical_{name}", *terms)
+    if any(_is_float(t) or isinstance(t.value, float) for t in terms):
+        shown = {"and": "&", "or": "|", "xor": "^", "not": "~"}[name]
+        raise Invalid(f"{shown} takes truth values or integers, not floats", where=location())
+    return apply(f"bitwise_{name}", *terms)
 
 
 def apply(kind: str, *operands: Any) -> Term:
@@ -292,6 +324,8 @@ def apply(kind: str, *operands: Any) -> Term:
         return simple
     numeric = terms[1:] if kind == "where" else terms
     dtype = common(numeric, kind in FLOATS)
+    if kind in ("floor_divide", "remainder") and values[1] == 0 and not (dtype is not None and dtype.is_float):
+        raise Invalid(f"{terms[0]!r} is divided by zero", where=location())
     if kind in LOGICAL:
         dtype = DType.bool
     elif row.result == "bool" and dtype is not None and not all(fits(v, dtype) for v in values):

@@ -69,6 +69,24 @@ def test_optimize_and_training_step() -> None:
 
 
 @pytest.mark.compiled
+def test_a_gradient_that_is_read_backward() -> None:
+    """A program's result has no negative strides, which PyTorch has not; the loop over one element reads nothing."""
+
+    @dt.expression
+    def reversed_(x):
+        return array(x.outside(0)[5 - i] for i in size(5) for j in size(1))
+
+    class Reversing(nn.Module):
+        def forward(self, x):
+            return reversed_(x * 1)
+
+    theirs, ours = (torch.arange(1.0, 5).requires_grad_() for _ in range(2))
+    reversed_(theirs).square().sum().backward()
+    dt.optimize(Reversing())(ours).square().sum().backward()
+    assert ours.grad is not None and ours.grad.tolist() == theirs.grad.tolist()
+
+
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiler", ["compile", "optimize"])
 def test_a_name_that_is_another_expression_now(compiler: str) -> None:
     """Expressions share the code of their wrapper, but a model is compiled for one of them."""

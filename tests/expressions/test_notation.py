@@ -207,6 +207,29 @@ def test_promotion() -> None:
     torch.testing.assert_close(both(X.float(), n), expected)
 
 
+def test_bits() -> None:
+    @dt.expression
+    def bits(x):
+        n = x.shape[0]
+        low, odd = array(x[i] & 3 for i in n), array(((x[i] & 1) == 1) ^ (x[i] > 2) for i in n)
+        return low, array(5 | x[i] for i in n), array(~x[i] for i in n), array(x[i] ^ i for i in n), odd
+
+    x = torch.arange(-3, 5)
+    results = [x & 3, 5 | x, ~x, x ^ torch.arange(8), ((x & 1) == 1) ^ (x > 2)]
+    for found, expected, listed in zip(bits(x), results, bits.reference(x.numpy()), strict=True):
+        assert found.dtype is expected.dtype and found.tolist() == expected.tolist() == listed.tolist()
+
+
+def test_the_nearest_element_of_any_float() -> None:
+    @dt.expression
+    def nearest(x, p):
+        return array(x.clamp[round(p[i])] for i in p.shape[0])
+
+    x = torch.arange(4.0)
+    p = torch.tensor([1e10, 1e20, math.inf, -1e20, -math.inf, 1.6, 2.0**63])
+    assert nearest(x, p).tolist() == x[p.round().clamp(0, 3).long()].tolist()
+
+
 def test_options_and_helpers() -> None:
     def window(x, i, j, radius):
         return total(x.outside(0)[i, j + k - radius] for k in size(2 * radius + 1))
@@ -251,7 +274,15 @@ def pairs(x):
     return array(x[i] * k for k, i in enumerate(x.shape[0]))
 
 
+SCALE = nn.Parameter(torch.tensor(2.0))
+
 MISTAKES = [
+    (lambda x: array(x[i] * SCALE for i in x.shape[0]), "not with a Parameter.*make it an operand"),
+    (lambda x: array(x.outside(SCALE)[i - 1] for i in x.shape[0]), "not with a Parameter"),
+    (lambda x: array(x[i] & 3 for i in x.shape[0]), "& takes truth values or integers, not floats"),
+    (lambda x: array(x[i // 0] for i in x.shape[0]), "i is divided by zero"),
+    (lambda x: array(i % (x.shape[0] - 5) for i in x.shape[0]), "i is divided by zero"),
+    (lambda x: array(round(x[i], 2) for i in x.shape[0]), "takes no number of digits"),
     (lambda x: array(sum(x[j] for j in x.shape[0]) for i in x.shape[0]), "a size of 5 ends within an element of array"),
     (lambda x: array(sum([x[j] for j in x.shape[0]]) for i in x.shape[0]), "ends within an element of array"),
     (lambda x: array(x[i] * k for i in x.shape[0] for k in range(3)), "array loops over something other than sizes"),
