@@ -81,12 +81,13 @@ ALIASES = (
     "k = h * 1; h = k.view(-1); k.mul_(0.5); h = h.view(k.shape) + k",
     "k = h * 1; k[0].copy_(k[-1].clone()); h = k",
     "k = h * 2; h = k.T.mul_(0.5).T + k",
-    "h = h * torch.no_grad()(lambda t: t.mean() * 2)(h)",
-    "k = torch.zeros_like(h); torch.no_grad()(k.add_)(h); h = h * k",
+    "k = torch.zeros_like(h); torch.no_grad()(lambda a, b: a.add_(b.mean() * 2))(k, h); h = h * k",
     "k = torch.empty_like(h).copy_(h); k.squeeze_(); h = h + k.sum()",
     "h = h.contiguous(); k = h.unsqueeze(0); h = (k * 1).squeeze(0).sub_(k.detach()[0] * 0.5)",
     "k = h * 1; k.index_fill_(0, torch.tensor([0]), 0.1); h = k",
     "h = torch.stack([*(h * 1).unbind(0)]).add_(0.1)",
+    "k = torch.no_grad()(lambda t: t * 2)(h); k.add_(h); h = k * 0.5",
+    "k = h * 1; h = torch.no_grad()(lambda t: t.mul_(0.5))(k) + k; d = h * 1; d.detach_(); h = d * h + k",
 )
 """Changes in place through other names of the same memory, where autograd sees them and where it does not."""
 CONTROL = (
@@ -400,7 +401,7 @@ def _buffer(draw: Draw) -> Layer:
         "h = h + self.b{n}; self.b{n}.add_(1)",
         "self.b{n}.copy_(h.detach().amax()); h = h / (self.b{n}.abs() + 1)",
         "self.b{n} = self.b{n} * 0.5 + h.detach().mean(); h = h * self.b{n}",
-        "torch.no_grad()(self.b{n}.lerp_)(h.mean(), 0.3); h = h - self.b{n}",
+        "torch.no_grad()(lambda a, b: a.lerp_(b, 0.3))(self.b{n}, h.mean()); h = h - self.b{n}",
     )
     return Layer(use, ("self.register_buffer('b{n}', torch.tensor(0.5))",))
 

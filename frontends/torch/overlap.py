@@ -2,11 +2,13 @@
 
 A trace turns a change of a view into a new value of its base. For `unfold` it sets elements outside of all windows to
 zero, for `expand` it adds up what was written to one element, for `as_strided` it assumes a row-major base and writes
-one of several elements at an address, and what is written to `x.detach()` has no gradient.
+one of several elements at an address, and what is written to `x.detach()` has no gradient. A derivative in PyTorch
+reads what is in memory by then, also what was written there through `x.data`; a trace keeps what was there before.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +39,8 @@ def refuse_lost_writes(node: fx.Node, changed: fx.Node | None) -> None:
         _name(n) == "as_strided" and (seen := _tensor(n)) is not None and seen.requires_grad for n in _views(changed)
     ):
         raise Unsupported("an in-place change of an as_strided view that has a gradient", where=where)
+    if any(map(_detaches, _views(changed))) and _in_a_derivative(node, changed):
+        raise Unsupported("a change through detach() or .data of values that a derivative may read", where=where)
     for other in changed.graph.nodes:
         if _name(other) == "as_strided" and _same_memory(other, changed):
             operand = _tensor(other.args[0])
@@ -44,9 +48,30 @@ def refuse_lost_writes(node: fx.Node, changed: fx.Node | None) -> None:
                 raise Unsupported("an in-place change of memory that as_strided views of a part look at", where=where)
 
 
+_FUNCTIONS = "tanh sigmoid exp expm1 relu elu selu softmax log_softmax logsumexp sqrt rsqrt reciprocal tan"
+_KEPT = frozenset(_FUNCTIONS.split())
+"""Functions whose derivatives read their results."""
+
+
+def _in_a_derivative(node: fx.Node, changed: fx.Node) -> bool:
+    """Whether a derivative may read the memory of `changed`, of which `node` changes the values: that of an operator
+    before it, or of the one that computed them.
+    """
+    *_, first = _views(changed)
+    if _name(first).strip("_") in _KEPT:
+        return True
+    for other in itertools.takewhile(lambda n: n is not node, node.graph.nodes):
+        result = _tensor(other) if other.op in ("call_function", "call_method") else None
+        if result is None or not result.requires_grad or _same_memory(other, changed):
+            continue
+        if any(_same_memory(operand, changed) for operand in other.all_input_nodes):
+            return True
+    return False
+
+
 def _detaches(node: fx.Node) -> bool:
     """Whether a node detaches its operand; what is written to the result later may carry a gradient."""
-    return _name(node) == "detach" or (_name(node) == "getattr" and node.args[1] == "data")
+    return _name(node) in ("detach", "_get_data_attr") or (_name(node) == "getattr" and node.args[1] == "data")
 
 
 def _overlaps(example: torch.Tensor) -> bool:

@@ -198,7 +198,7 @@ class _Interpreter(fx.Interpreter):
         return pytree.tree_unflatten(results, structure)
 
     def _detached_in_place(self) -> torch.Tensor:
-        """`x.detach_()`: no gradient for later uses of the tensor, under each of its names; earlier ones keep theirs."""
+        """`x.detach_()`: no gradient for later uses of the tensor, by any of its names; earlier ones keep theirs."""
         node = self.node.all_input_nodes[0]
         example, x = _example(node), self.env[node]
         for other in node.graph.nodes:

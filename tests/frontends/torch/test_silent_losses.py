@@ -102,7 +102,9 @@ WRITTEN = {
 def test_results_of_a_no_grad_region_that_are_written_to(lines: str) -> None:
     before, after = lines.split(" |")
     scope: dict[str, object] = {"torch": torch}
-    text = f"def f(x):\n    h = x.tanh()\n    with torch.no_grad():\n        {before}\n    {after}\n    return y[:3] * h"
+    text = (
+        f"def f(x):\n    h = x.tanh()\n    with torch.no_grad():\n        {before}\n    {after}\n    return y[:3] * h"
+    )
     exec(text, scope)
     check(scope["f"], leaf(3, 4))
 
@@ -148,6 +150,16 @@ def test_detach_in_place() -> None:
 
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="detach_ of a tensor that is changed in place"):
         check(changed, leaf(3, 4))
+
+
+@pytest.mark.parametrize(
+    "line", ["h = x.tanh(); h.data.mul_(2)", "y = h * h; h.data.mul_(2)"]
+)
+def test_a_change_that_autograd_does_not_see_of_what_a_derivative_reads(line: str) -> None:
+    scope: dict[str, object] = {}
+    exec(f"def f(x):\n    h = y = x * 1\n    {line}\n    return y + h", scope)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="values that a derivative may read"):
+        check(scope["f"], leaf(3, 4))
 
 
 class Scaled(torch.autograd.Function):
