@@ -13,11 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from daceml_train.codegen.kernel.loops import Loops
-from daceml_train.codegen.kernel.staging import Staging
+from daceml_train.codegen.kernel.staging import Stage, Staging
 from daceml_train.tensor import hint, product, same
 
 REGISTERS = 48
 """The largest number of values that a thread keeps in registers, besides those of the computation itself."""
+SUMMING_REGISTERS = 64
+"""The same where rows pass by: what a thread loads of a row, and its sums over rows. No more fit into 128 registers."""
 VECTOR = 16
 """Bytes of the widest access."""
 MOST_THREADS = 1024
@@ -29,6 +31,9 @@ COMBINING = SIDE * SLICES
 """Threads of a block that combines partial results."""
 FEW_THREADS = 1 << 14
 """Few rows are shared by more threads, until there are so many or each has one fragment."""
+FULL_VALUES = 42
+"""With more values than these in each thread, 512 threads may not have the registers, and 256 are enough where they
+are few teams, which gain little by sharing a block."""
 SUMMING_THREADS, SUMMING_BLOCKS = 512, 128
 """Blocks of rows that are summed over store what they have summed, so they have as many teams as leave so many blocks.
 """
@@ -114,6 +119,11 @@ def _tiles(loops: Loops, phases: Staging, threads: int) -> Geometry:
 def _passing_rows(loops: Loops, phases: Staging) -> list[Geometry]:
     """Rows without kept values: teams of lanes, or blocks over which the lanes are distributed, too."""
     (widest, ragged), lanes = _width(loops), product(a.size for a in loops.lane_axes)
+    taken = max(
+        (_loaded(loops, stage) + _summed(loops, stage) for r in phases.rows if r for stage in r.stages), default=0
+    )
+    while widest > 1 and taken * widest > SUMMING_REGISTERS:
+        widest //= 2
     results = []
     for threads, width, less, each in (
         (256, widest, 1, 8),
@@ -136,7 +146,8 @@ def _held_rows(loops: Loops, phases: Staging) -> list[Geometry]:
     """Rows that are read once and kept in registers, or, if they are too long, processed in steps."""
     (width, ragged), lanes = _width(loops), product(a.size for a in loops.lane_axes)
     fragments = -(-lanes // width) if isinstance(lanes, int) else 0
-    most = min(8, int(REGISTERS / (max(1.0, _held(loops, phases)) * width)))
+    values = max(1.0, _held(loops, phases))
+    most = min(8, int(REGISTERS / (values * width)))
     ahead = _ahead(loops, phases, width)
     if not fragments or not most or _power(-(-fragments // most)) >= MOST_THREADS:
         team = min(MOST_THREADS // 2, max(64, _power(int(hint(lanes)) // (4 * width) or 256)))
@@ -151,7 +162,9 @@ def _held_rows(loops: Loops, phases: Staging) -> list[Geometry]:
     def held(team: int, threads: int, width: int = width) -> Geometry:
         count = -(-int(lanes) // (width * team))
         full, rest = lanes == team * width * count, ragged and width > 1
-        threads = max(team, threads, min(SUMMING_THREADS, team * _power_below(together)))
+        many = values * width * count > FULL_VALUES and 4 * team >= SUMMING_THREADS
+        summing = SUMMING_THREADS // 2 if many else SUMMING_THREADS
+        threads = max(team, threads, min(summing, team * _power_below(together)))
         return Geometry(threads, team, width, count, full=full, ragged=rest, ahead=ahead, each=8)
 
     # more than a warp: the block, unless its rows are summed over
@@ -171,12 +184,18 @@ def _held_rows(loops: Loops, phases: Staging) -> list[Geometry]:
 
 def _ahead(loops: Loops, phases: Staging, width: int) -> int:
     """Rows that may be prefetched: as many as registers permit, four at most."""
-    loads = [
-        sum(max(2, loops.leaves[v].dtype.bytes) / 4 for stage in rows.stages for v in stage.loads)
-        for rows in phases.rows
-        if rows
-    ]
+    loads = [sum(_loaded(loops, stage) for stage in rows.stages) for rows in phases.rows if rows]
     return max(1, min(4, _power_below(REGISTERS / (max(1.0, *loads, 1.0) * width))))
+
+
+def _loaded(loops: Loops, stage: Stage) -> float:
+    """Registers per lane for what a stage loads."""
+    return sum(max(2, loops.leaves[v].dtype.bytes) / 4 for v in stage.loads)
+
+
+def _summed(loops: Loops, stage: Stage) -> float:
+    """Registers per lane for the sums over rows that a stage adds to."""
+    return sum(max(4, loops.leaves[v].dtype.bytes) / 4 for v in stage.columns)
 
 
 def _power_below(number: float) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 import daceml_train as dt
+from benchmarks.gpu_code import FRAGMENT, machine_code, resources
 from daceml_train.codegen.cuda import compile as compiling
 from daceml_train.codegen.cuda.compile import compile_program, find_nvcc, find_tool, run_nvcc, text
 from daceml_train.codegen.cuda.launch import CudaCode, whole_of
@@ -55,9 +55,8 @@ def spills(message: str) -> dict[str, int]:
 
     Less than a fragment is none: ptxas 13 stores an index once, and loads it once, so that another block fits.
     """
-    found = re.findall(r"Function properties for (\w+)\s+.*?(\d+) bytes spill stores, (\d+) bytes spill loads", message)
-    spilled = {name: int(stores) + int(loads) for name, stores, loads in found if "ILb1E" in name}
-    return {name: size if size >= 16 else 0 for name, size in spilled.items()}
+    spilled = {name: size for name, (_, size) in resources(message).items() if "ILb1E" in name}
+    return {name: size if size >= FRAGMENT else 0 for name, size in spilled.items()}
 
 
 def memory_bound(dtype: torch.dtype) -> dict[str, CudaCode]:
@@ -131,19 +130,6 @@ def test_spills_and_narrow_accesses_would_be_seen(tmp_path):
     (body,) = machine_code(tmp_path / "kernels.cubin").values()
     assert any(i.startswith("STL") for i in body) and any(i.startswith("LDL") for i in body)
     assert not any(".128" in i for i in body if i.startswith(("LDG", "STG")))
-
-
-def machine_code(path: Path) -> dict[str, list[str]]:
-    """Kernel -> its instructions, without predicates."""
-    run = subprocess.run([str(NVDISASM), "-c", str(path)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    functions: dict[str, list[str]] = {}
-    for line in run.stdout.splitlines():
-        if found := re.match(r"\s*\.section\s+\.text\.(\w+)", line):
-            body = functions.setdefault(found[1], [])
-        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w[^;]*);", line):
-            body.append(found[1])
-    return functions
 
 
 WIDE = (r"ld\.global(?:\.nc)?\.v4", r"st\.global\.v4")
