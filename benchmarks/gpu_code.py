@@ -277,12 +277,12 @@ Generated; do not edit. To compile again:
 **Nothing on this page has run on a GPU.** The step of each network is lowered for an H100, and nvcc compiles its
 kernels for three architectures. Counted are the kernels that a step launches where all pointers are aligned.
 *Registers* are those of the kernel that takes most, in brackets how many kernels take more than {MOST_REGISTERS},
-with which fewer than 512 threads fit into a multiprocessor. *Spilling* kernels, per architecture, store {FRAGMENT} bytes
-or more that do not fit into registers. *Large* launches touch more than 1 MB. *Narrow* ones have no access of 16 bytes, with their
-share of the bytes of all kernels: most transpose through shared memory, 32 by 32 elements at a time, as the update of a
-weight does whose gradient has another layout. A large launch is to give each of 132 multiprocessors {FULL_THREADS}
-threads; *below* counts those with fewer by what limits them: a row belongs to one team, a thread sums all rows (lanes),
-or each thread has one access (elements).
+with which fewer than 512 threads fit into a multiprocessor. *Spilling* kernels, per architecture, store
+{FRAGMENT} bytes or more that do not fit into registers. *Large* launches touch more than 1 MB. *Narrow* ones have
+no access of 16 bytes, with their share of the bytes of all kernels: most transpose through shared memory, 32 by 32
+elements at a time, as the update of a weight does whose gradient has another layout. A large launch is to give each
+of 132 multiprocessors {FULL_THREADS} threads; *below* counts those with fewer by what limits them: a row belongs to
+one team, a thread sums all rows (lanes), or each thread has one access (elements).
 """
 
 

@@ -135,8 +135,7 @@ def _of_known_order(chosen: Any, first: str) -> Any:
 def _known(create: Any) -> Any:
     """A truth value as the constant that it is under a condition of the program."""
 
-    @functools.wraps(create)
-    def created(cls: Any, tx: Any, proxy: Any, sym_num: Any = None, **options: Any) -> Any:
+    def created(_: Any, /, tx: Any, proxy: Any, sym_num: Any = None, **options: Any) -> Any:
         result = create(tx, proxy, sym_num, **options)
         truth = getattr(result, "sym_num", None)
         if not _tracing() or not isinstance(truth, torch.SymBool) or not truth.node.has_hint():

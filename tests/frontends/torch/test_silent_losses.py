@@ -152,9 +152,7 @@ def test_detach_in_place() -> None:
         check(changed, leaf(3, 4))
 
 
-@pytest.mark.parametrize(
-    "line", ["h = x.tanh(); h.data.mul_(2)", "y = h * h; h.data.mul_(2)"]
-)
+@pytest.mark.parametrize("line", ["h = x.tanh(); h.data.mul_(2)", "y = h * h; h.data.mul_(2)"])
 def test_a_change_that_autograd_does_not_see_of_what_a_derivative_reads(line: str) -> None:
     scope: dict[str, object] = {}
     exec(f"def f(x):\n    h = y = x * 1\n    {line}\n    return y + h", scope)
