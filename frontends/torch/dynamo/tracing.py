@@ -42,6 +42,7 @@ from daceml_train.frontends.torch.dynamo import (
     graph_breaks,
     growing,
     guard_latency,
+    instance_dicts,
     number_ranges,
     optimizers,
     polyfills,
@@ -91,6 +92,7 @@ _PATCHES: Any = (
     versions,
     dropouts,
     guard_latency,
+    instance_dicts,
 )
 """Modules that change what TorchDynamo does in traces of ours."""
 
