@@ -71,6 +71,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._dynamo.variables.builder.VariableBuilder",
         "torch._dynamo.variables.builtin.BuiltinVariable",
         "torch._dynamo.variables.constant.ConstantVariable",
+        "torch._dynamo.variables.dicts.SideEffectsProxyDict",
         "torch._dynamo.variables.functions.LocalGeneratorObjectVariable",
         "torch._dynamo.variables.functions.NestedUserFunctionVariable",
         "torch._dynamo.variables.functions.SkipFunctionVariable",
