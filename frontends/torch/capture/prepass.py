@@ -413,7 +413,7 @@ def changed_in_place(node: fx.Node) -> fx.Node | None:
     if isinstance(node.target, numpy_method_wrapper | numpy_operator_wrapper):  # of what shares memory with a tensor
         name = name.removeprefix("wrapped_").strip("_")
         name = "setitem" if name in _ARRAY_METHODS else name
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+    in_place = (name.endswith("_") and not name.endswith("__") and name not in _KEYWORDS) or name in _IN_PLACE_OPERATORS
     if not (in_place or node.kwargs.get("inplace")):
         return None
     first = node.args[0] if node.args else None
@@ -422,6 +422,9 @@ def changed_in_place(node: fx.Node) -> fx.Node | None:
 
 _ARRAY_METHODS = frozenset({"fill", "sort", "partition", "put", "itemset"})
 """Methods of NumPy's arrays that change them."""
+
+_KEYWORDS = frozenset({"and_", "or_", "not_", "is_"})
+"""Functions of `operator` that are named after keywords."""
 
 _AUGMENTED = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul ilshift irshift"
 _IN_PLACE_OPERATORS = frozenset({"setitem", *_AUGMENTED.split()})

@@ -109,6 +109,15 @@ def test_results_of_a_no_grad_region_that_are_written_to(lines: str) -> None:
     check(scope["f"], leaf(3, 4))
 
 
+def test_operators_named_after_keywords_change_nothing() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            inside, outside = (x > 0) & (x * 2 < 1), (x < 0) | (x * 3 > 1)
+        return x * inside + x.sin() * outside
+
+    check(f, leaf(3, 4))
+
+
 def test_a_change_under_no_grad_returns_the_tensor_with_its_gradient() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         h, k = x * 1, (x * 3).chunk(2)
