@@ -58,15 +58,16 @@ def _in_a_derivative(node: fx.Node, changed: fx.Node) -> bool:
     before it, or of the one that computed them.
     """
     *_, first = _views(changed)
-    if _name(first).strip("_") in _KEPT:
-        return True
+    read = False
     for other in itertools.takewhile(lambda n: n is not node, node.graph.nodes):
         result = _tensor(other) if other.op in ("call_function", "call_method") else None
-        if result is None or not result.requires_grad or _same_memory(other, changed):
-            continue
-        if any(_same_memory(operand, changed) for operand in other.all_input_nodes):
-            return True
-    return False
+        if _name(other) == "loss_gradients":  # of a whole step, whose derivative is over
+            read = False
+        elif result is not None and other is first:
+            read = _name(other).strip("_") in _KEPT
+        elif result is not None and result.requires_grad and not _same_memory(other, changed):
+            read = read or any(_same_memory(operand, changed) for operand in other.all_input_nodes)
+    return read
 
 
 def _detaches(node: fx.Node) -> bool:
