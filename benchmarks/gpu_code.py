@@ -38,11 +38,10 @@ from daceml_train.driver.compile import Compiled, Lowered
 from daceml_train.frontends.torch.capture.eager_operations import prepared
 from daceml_train.lowering.device_time import Operation, operations_of
 from daceml_train.lowering.program import KernelLaunch
-from daceml_train.reporting.numbers import number
+from daceml_train.reporting.prediction import known_size
 from daceml_train.runtime.gpu.absent import AbsentGPU
 from daceml_train.runtime.gpu.toolchain import TOGETHER
 from daceml_train.runtime.placement import device_override
-from daceml_train.tensor import Dim
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_code.json"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_120")
@@ -142,21 +141,14 @@ def launches(network: Network, autocast: bool = False, small: bool = False) -> l
 
 def _launched(compiled: Compiled, processors: int) -> Iterator[Launched]:
     for program, record in zip(compiled.programs, compiled.records, strict=True):
-        operations = operations_of(program, record.costs, _value, processors)
+        operations = operations_of(program, record.costs, known_size, processors)
         for launch, operation in zip(program.launches, operations, strict=True):
             if isinstance(launch, KernelLaunch):
                 code = program.codes[launch.code]
                 assert isinstance(code, CudaCode | CudaPart)
                 second = isinstance(code, CudaPart) and code.number
-                limit = "" if second else whole_of(code).limit(_value, processors)
+                limit = "" if second else whole_of(code).limit(known_size, processors)
                 yield Launched(whole_of(code), operation, limit)
-
-
-def _value(size: Dim) -> int:
-    found = number(size, {"blocks": 1})
-    if found is None:
-        raise ValueError(f"the size {size} has no value")
-    return int(found)
 
 
 def compile_new(codes: Iterable[CudaCode], architecture: str, known: dict[tuple[str, str], list[Function]]) -> None:

@@ -130,7 +130,7 @@ def predict(
     launches: list[Timed] = []
     seconds, streams = 0.0, 1
     for program, record in zip(compiled.programs, compiled.records, strict=True):
-        found = timed(model, operations_of(program, record.costs, _value, model.processors, tf32))
+        found = timed(model, operations_of(program, record.costs, known_size, model.processors, tf32))
         plan = _Planned.of(program)
         works = [
             replace(work(plan, i, launch, model), seconds=each.seconds, share=each.busy / each.seconds)
@@ -146,7 +146,8 @@ def predict(
     return Prediction(model, tuple(launches), seconds, streams, watched)
 
 
-def _value(size: Dim) -> int:
+def known_size(size: Dim) -> int:
+    """The number that a size is, where a kernel has one block. Raises `Unsupported` if sizes vary."""
     found = number(size, {"blocks": 1})
     if not isinstance(found, int):
         raise Unsupported(f"the size {found} varies; a prediction needs known sizes")
@@ -166,13 +167,13 @@ class _Planned:
     @staticmethod
     def of(program: Program) -> _Planned:
         slots = [i for i, s in enumerate(program.slots) if s.home is Allocation.arena and s.first >= 0]
-        lives = [Lifetime(_value(program.slots[i].bytes), program.slots[i].first, program.slots[i].last) for i in slots]
+        lives = [Lifetime(known_size(s.bytes), s.first, s.last) for s in (program.slots[i] for i in slots)]
         offsets, size = plan_arena(lives)
         return _Planned(program, dict(zip(slots, offsets, strict=True)), size)
 
     def bytes_of(self, slot: int) -> int:
-        return _value(self.program.slots[slot].bytes)
+        return known_size(self.program.slots[slot].bytes)
 
     @property
     def value(self) -> Callable[[Dim], int]:
-        return _value
+        return known_size

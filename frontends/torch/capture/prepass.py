@@ -201,10 +201,10 @@ class _Interpreter(fx.Interpreter):
         """`x.detach_()`: no gradient for later uses of the tensor, by any of its names; earlier ones keep theirs."""
         node = self.node.all_input_nodes[0]
         example, x = _example(node), self.env[node]
-        for other in node.graph.nodes:
-            changed = changed_in_place(other) if _name(other.target) != "detach_" else None
-            if changed is not None and node.op != "placeholder" and _storage(_example(changed)) == _storage(example):
-                raise Unsupported("detach_ of a tensor that is changed in place, too", where=str(origin(self.node)))
+        others = (other for other in node.graph.nodes if _name(other.target) != "detach_")
+        written = {_storage(_example(n)) for other in others if (n := changed_in_place(other)) is not None}
+        if node.op != "placeholder" and _storage(example) in written:
+            raise Unsupported("detach_ of a tensor that is changed in place, too", where=str(origin(self.node)))
         result = _detached(x, False)
         for name, value in self.env.items():
             if value is x or _example(name) is example:
