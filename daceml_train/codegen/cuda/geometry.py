@@ -10,6 +10,7 @@ barrier. Barriers are needed only in reductions over a team or a block, and wher
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from daceml_train.codegen.kernel.loops import Loops
@@ -111,19 +112,16 @@ def _flat(loops: Loops) -> list[Geometry]:
 def _tiles(loops: Loops, phases: Staging, threads: int) -> Geometry:
     """Tiles of lanes; a block iterates over their rows."""
     width, ragged = _width(loops)
+    width = _narrowed(width, loops, phases)
     lanes = product(a.size for a in loops.lane_axes)
     full = isinstance(lanes, int) and lanes % (threads * width) == 0
-    return Geometry(threads, threads, width, full=full, ragged=ragged, ahead=_ahead(loops, phases, width))
+    return Geometry(threads, threads, width, full=full, ragged=ragged and width > 1, ahead=_ahead(loops, phases, width))
 
 
 def _passing_rows(loops: Loops, phases: Staging) -> list[Geometry]:
     """Rows without kept values: teams of lanes, or blocks over which the lanes are distributed, too."""
     (widest, ragged), lanes = _width(loops), product(a.size for a in loops.lane_axes)
-    taken = max(
-        (_loaded(loops, stage) + _summed(loops, stage) for r in phases.rows if r for stage in r.stages), default=0
-    )
-    while widest > 1 and taken * widest > SUMMING_REGISTERS:
-        widest //= 2
+    widest = _narrowed(widest, loops, phases)
     results = []
     for threads, width, less, each in (
         (256, widest, 1, 8),
@@ -145,8 +143,10 @@ def _passing_rows(loops: Loops, phases: Staging) -> list[Geometry]:
 def _held_rows(loops: Loops, phases: Staging) -> list[Geometry]:
     """Rows that are read once and kept in registers, or, if they are too long, processed in steps."""
     (width, ragged), lanes = _width(loops), product(a.size for a in loops.lane_axes)
-    fragments = -(-lanes // width) if isinstance(lanes, int) else 0
     values = max(1.0, _held(loops, phases))
+    while width > 1 and values * width > REGISTERS:
+        width //= 2
+    fragments = -(-lanes // width) if isinstance(lanes, int) else 0
     most = min(8, int(REGISTERS / (values * width)))
     ahead = _ahead(loops, phases, width)
     if not fragments or not most or _power(-(-fragments // most)) >= MOST_THREADS:
@@ -184,13 +184,26 @@ def _held_rows(loops: Loops, phases: Staging) -> list[Geometry]:
 
 def _ahead(loops: Loops, phases: Staging, width: int) -> int:
     """Rows that may be prefetched: as many as registers permit, four at most."""
-    loads = [sum(_loaded(loops, stage) for stage in rows.stages) for rows in phases.rows if rows]
+    loads = [sum(_loaded(loops, stage.loads) for stage in rows.stages) for rows in phases.rows if rows]
     return max(1, min(4, _power_below(REGISTERS / (max(1.0, *loads, 1.0) * width))))
 
 
-def _loaded(loops: Loops, stage: Stage) -> float:
-    """Registers per lane for what a stage loads."""
-    return sum(max(2, loops.leaves[v].dtype.bytes) / 4 for v in stage.loads)
+def _narrowed(width: int, loops: Loops, phases: Staging) -> int:
+    """Fewer lanes per fragment, where a thread would not have the registers for what it loads and sums."""
+    stages = [stage for rows in phases.rows if rows for stage in rows.stages]
+    taken = max((_loaded(loops, stage.loads) + _summed(loops, stage) for stage in stages), default=0)
+    if loops.mode == "tiles":  # a thread loads what it computes with its sums, too
+        for columns in phases.columns:
+            used = {i for v in columns.lanes for i in loops.leaves[v].inputs}
+            taken = max(taken, _loaded(loops, [v for v in used if loops.leaves[v].op is None and loops.has_lanes(v)]))
+    while width > 1 and taken * width > SUMMING_REGISTERS:
+        width //= 2
+    return width
+
+
+def _loaded(loops: Loops, loads: Iterable[str]) -> float:
+    """Registers per lane for what is loaded."""
+    return sum(max(2, loops.leaves[v].dtype.bytes) / 4 for v in loads)
 
 
 def _summed(loops: Loops, stage: Stage) -> float:

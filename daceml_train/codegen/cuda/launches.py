@@ -102,16 +102,16 @@ class Launches(Builder):
         if entry is not None:  # else every value it would compute is computed at its uses
             entry.map.gpu_block_size = [threads, 1, 1]
 
-    def loop(self, region: Any, variable: str, first: str, last: str, step: str, unroll: int = 1) -> Any:
-        """A loop after all blocks of a region."""
+    def loop(self, region: Any, variable: str, first: str, last: str, step: str, unroll: int | None = None) -> Any:
+        """A loop after all blocks of a region; without `unroll`, the compiler decides how often it is unrolled."""
         result = LoopRegion(
             f"{variable}{region.number_of_nodes()}",
             f"{variable} < {last}",
             variable,
             f"{variable} = {first}",
             f"{variable} = {variable} + {step}",
-            unroll=unroll > 1,
-            unroll_factor=unroll,
+            unroll=unroll is not None,
+            unroll_factor=unroll or 0,
         )
         (previous,) = region.sink_nodes() or (None,)
         region.add_node(result, is_start_block=previous is None)

@@ -123,7 +123,7 @@ class CudaBuilder(Launches):
         steady = not any(s.rows for s in rows.stages)  # no barriers, so rows may be prefetched
         axes = self.loops.row_axes
         variable = axes[0].name if len(axes) == 1 else "row_index"
-        inner = self.loop(body, variable, begin, end, step, self.geometry.ahead if steady else 1)
+        inner = self.loop(body, variable, begin, end, step, self.geometry.ahead if steady else None)
         if len(axes) > 1:
             self.set(inner, indices(axes, "row_index"))
         self.stages(block, inner, p, rows)
