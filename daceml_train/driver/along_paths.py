@@ -13,6 +13,7 @@ import torch._dynamo
 
 from daceml_train import logs
 from daceml_train.driver.bound_step import UNGUARDED, BoundStep
+from daceml_train.driver.checking import unstrided
 from daceml_train.driver.distribution import parallel_wrapper
 from daceml_train.driver.faster import COSTLY, ENDLESS, NEW_KINDS_SLOWER, SLOWER, WARM_PATHS, Faster, NewKinds
 from daceml_train.driver.goals import WholeStep
@@ -145,6 +146,15 @@ class AlongPaths(OnRanks):
             self.breaks.append(NEW_KINDS_SLOWER)
             logs.event(logs.BREAKS, NEW_KINDS_SLOWER)
         return loss
+
+    def _refused(self, key: Any, flat: Sequence[Any]) -> Unsupported | None:
+        """Why calls of a kind are neither one program nor a path, if that is known before they are traced."""
+        refused = parallel_wrapper(self.model) or unstrided(flat)
+        if torch.is_anomaly_enabled():
+            refused = Unsupported("anomaly detection is on, which looks into PyTorch's backward pass")
+        if refused is not None:
+            self._without_paths.add(key)
+        return refused
 
     def _outgrown(self, key: Any) -> None:
         """Forget the programs of a kind of arguments that follows paths, if no call runs them any more."""

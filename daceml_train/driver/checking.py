@@ -7,18 +7,24 @@ from typing import Any
 
 import torch
 
-from daceml_train.errors import Invalid
+from daceml_train.errors import Invalid, Unsupported
 from daceml_train.lowering.device import Device
 from daceml_train.runtime.placement import common_device
 
 
 def check_tensors(flat: Sequence[Any]) -> None:
-    """Raise `Invalid` for a tensor that programs do not take."""
+    """Raise `Invalid` for a tensor that no step takes."""
     for position, leaf in enumerate(flat):
         if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "cuda"):
             raise Invalid(f"argument {position} is on device {leaf.device}, expected cpu or cuda")
+
+
+def unstrided(flat: Sequence[Any]) -> Unsupported | None:
+    """Why a call with a sparse argument, if there is one, is not one program."""
+    for position, leaf in enumerate(flat):
         if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
-            raise Invalid(f"argument {position} has layout {leaf.layout}, expected torch.strided")
+            return Unsupported(f"argument {position} has layout {leaf.layout}")
+    return None
 
 
 def given_as(value: Any) -> str:
@@ -112,4 +118,6 @@ def refuse_mixed_devices(model: torch.nn.Module, flat: Sequence[Any]) -> None:
 
 def kind_of(leaf: Any) -> Any:
     """The properties of an argument that select a bound step; Dynamo's guards compare the rest."""
-    return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf)
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf)
+    return leaf.shape, leaf.dtype, leaf.stride() if leaf.layout is torch.strided else leaf.layout, leaf.device

@@ -22,7 +22,6 @@ from daceml_train.driver.bound_optimizer import changed_step
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
 from daceml_train.driver.capture_only import CapturedCall, CaptureDone, as_refusal, inside_module, loss_first
 from daceml_train.driver.checking import check, check_tensors, device_of, kind_of, loss_of, refuse_mixed_devices
-from daceml_train.driver.distribution import parallel_wrapper
 from daceml_train.driver.events import first_line
 from daceml_train.driver.goals import WholeStep, compile_step
 from daceml_train.driver.options import ScheduleKind
@@ -168,7 +167,7 @@ class TrainingStep(UserUpdates):
             if not isinstance(argument, torch.Tensor):
                 flat = pytree.tree_leaves(flat)
                 break
-        key = (self.idle, torch.get_num_threads(), len(targets), *map(kind_of, flat))
+        key = (self.idle, torch.is_anomaly_enabled(), torch.get_num_threads(), len(targets), *map(kind_of, flat))
         scope, ways = {"self": self, "inputs": inputs, "targets": targets}, self._bound.get(key, [])
         for bound in ways:
             if bound.valid(scope):
@@ -274,8 +273,8 @@ class TrainingStep(UserUpdates):
         if self._knows_kinds():
             self._in_pieces[key] = self.breaks[-1]  # as all kinds of arguments before
             return None
-        if (wrapped := parallel_wrapper(self.model)) is not None:
-            self._break(key, wrapped)
+        if (refused := self._refused(key, flat)) is not None:
+            self._break(key, refused)
             return None
         if recursion_of(self.model, type(self.model).forward, arguments=(inputs, *targets)) is not None:
             self._calls_itself = True

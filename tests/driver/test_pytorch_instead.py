@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,3 +166,73 @@ def test_the_gradient_of_a_hooked_result() -> None:
     torch.testing.assert_close(found[1], found[0])
     state = state_of(compiled)
     assert state is not None and "register_hook of a result" in state.backend.breaks[0]
+
+
+@pytest.mark.compiled
+def test_anomaly_detection_finds_the_first_nan_of_a_step(tmp_path: Path) -> None:
+    def losses(compiled: bool) -> list[float | str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        step: Any = _eager_step(model, optimizer)
+        if compiled:
+            step = dt.training_step(model, nn.functional.cross_entropy, optimizer, cache=str(tmp_path))
+        found: list[float | str] = []
+        for number in range(6):
+            x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+            x[0] = float("nan") if number == 3 else 0.0
+            with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(number in (2, 3)):
+                warnings.simplefilter("ignore")
+                try:
+                    found.append(float(step(x, y)))
+                except RuntimeError as error:
+                    found.append(str(error))
+        if compiled:
+            assert "anomaly detection" in step.breaks[0]
+        return found
+
+    expected = losses(False)
+    assert "LogSoftmaxBackward0" in str(expected[3])
+    assert losses(True) == [
+        pytest.approx(value, rel=1e-5) if not isinstance(value, str) else value for value in expected
+    ]
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor", "ignore:daceml_train runs")
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_a_step_with_a_sparse_argument_is_taken_in_pieces(layout: str, tmp_path: Path) -> None:
+    class Neighbours(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, edges: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(torch.sparse.mm(edges, x))
+
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Neighbours()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step: Any = _eager_step(model, optimizer)
+        if compiled:
+            step = dt.training_step(model, nn.functional.cross_entropy, optimizer, cache=str(tmp_path))
+        losses.append([])
+        for _ in range(3):
+            edges = getattr((torch.rand(6, 6) > 0.5).float(), layout)()
+            losses[-1].append(float(step((edges, torch.randn(6, 4)), torch.randint(0, 3, (6,)))))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert step.breaks == [f"argument 0 has layout torch.{layout[3:] if 'csr' in layout else 'sparse_coo'}"]
+
+
+def _eager_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+    def step(inputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        loss = nn.functional.cross_entropy(output, targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
