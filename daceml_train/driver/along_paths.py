@@ -13,7 +13,7 @@ import torch._dynamo
 
 from daceml_train import logs
 from daceml_train.driver.bound_step import UNGUARDED, BoundStep
-from daceml_train.driver.checking import unstrided
+from daceml_train.driver.checking import kind_of, unstrided, watched
 from daceml_train.driver.distribution import parallel_wrapper
 from daceml_train.driver.faster import COSTLY, ENDLESS, NEW_KINDS_SLOWER, SLOWER, WARM_PATHS, Faster, NewKinds
 from daceml_train.driver.goals import WholeStep
@@ -147,11 +147,17 @@ class AlongPaths(OnRanks):
             logs.event(logs.BREAKS, NEW_KINDS_SLOWER)
         return loss
 
+    def _kind(self, flat: Sequence[Any], targets: int) -> tuple[Any, ...]:
+        """The kind of a call, whose arguments are `flat`: what selects a bound step, besides the guards of Dynamo."""
+        return self.idle, watched(), torch.get_num_threads(), targets, *map(kind_of, flat)
+
     def _refused(self, key: Any, flat: Sequence[Any]) -> Unsupported | None:
         """Why calls of a kind are neither one program nor a path, if that is known before they are traced."""
         refused = parallel_wrapper(self.model) or unstrided(flat)
-        if torch.is_anomaly_enabled():
-            refused = Unsupported("anomaly detection is on, which looks into PyTorch's backward pass")
+        if isinstance(self.model, torch.jit.ScriptModule):
+            refused = Unsupported("the model is compiled by torch.jit", advice="train the module that it was made of")
+        if why := watched():
+            refused = Unsupported(f"{why}, so PyTorch computes the gradients")
         if refused is not None:
             self._without_paths.add(key)
         return refused
@@ -187,9 +193,9 @@ class AlongPaths(OnRanks):
     def _may_follow(self) -> bool:
         """Whether a step of this kind may follow paths at all."""
         model = self.model
-        recursive = recursion_of(model, type(model).forward) is not None
-        wrapped = parallel_wrapper(model) is not None or any(map(_compiled_by_others, self._modules()))
-        return self.whole_batches and self.ranks is None and not recursive and not wrapped
+        if parallel_wrapper(model) is not None or any(map(_compiled_by_others, self._modules())):
+            return False
+        return self.whole_batches and self.ranks is None and recursion_of(model, type(model).forward) is None
 
     @property
     def changes_itself(self) -> bool:

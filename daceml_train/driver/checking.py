@@ -27,6 +27,14 @@ def unstrided(flat: Sequence[Any]) -> Unsupported | None:
     return None
 
 
+def watched() -> str:
+    """What looks into PyTorch's backward pass, which then has to compute the gradients; nothing if nothing does."""
+    if torch.is_anomaly_enabled():
+        return "anomaly detection is on"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return "" if hooks is None else "saved_tensors_hooks are set"
+
+
 def given_as(value: Any) -> str:
     """What kind of value an argument is, for messages."""
     return f"the class {value.__name__} itself" if isinstance(value, type) else type(value).__name__
@@ -38,6 +46,9 @@ def check_module(what: str, model: Any) -> None:
         raise Invalid(f"{what} takes a module, given {given_as(model)}", advice=f"make one: {model.__name__}(...)")
     if not isinstance(model, torch.nn.Module):
         raise Invalid(f"{what} takes a torch.nn.Module, given {given_as(model)}")
+    if isinstance(model, torch.jit.ScriptModule):
+        advice = "give it the module that it was made of"
+        raise Invalid(f"{what} takes a module that runs in Python, given one of torch.jit", advice=advice)
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -101,7 +101,7 @@ class InPieces(Clipped):
     def _loss_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any], compiled: bool = True) -> torch.Tensor:
         """The loss, of the compiled model under PyTorch's autograd."""
         if self.pieces is None and compiled:
-            self.pieces = self.model if state_of(self.model) is not None else optimized(self.model, self.options)
+            self.pieces = self.model if _as_it_is(self.model) else optimized(self.model, self.options)
             if (state := state_of(self.pieces)) is not None:
                 state.faster.compiled = True  # the whole step is timed
         if not compiled and self.ranks is None:
@@ -135,7 +135,7 @@ class InPieces(Clipped):
     def _warn(self, key: Any) -> None:
         """Warn once that and why steps run in pieces, unless the compiled model has done so."""
         why, state = self._in_pieces.get(key), state_of(self.pieces)
-        if why is not None and state is not None and not state.backend.breaks:
+        if why is not None and self.pieces is not None and (state is None or not state.backend.breaks):
             self._warn_once(f"daceml_train runs a training step in pieces: {why}")
 
     def _warn_of_nothing(self, updates: bool) -> None:
@@ -151,3 +151,8 @@ class InPieces(Clipped):
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=level)
+
+
+def _as_it_is(model: torch.nn.Module) -> bool:
+    """Whether steps in pieces call a model itself: `optimize` has returned it, or would refuse it."""
+    return state_of(model) is not None or isinstance(model, torch.jit.ScriptModule) or "forward" in vars(model)

@@ -21,7 +21,7 @@ from daceml_train.driver.binding import input_tensors, laid_out, numbers_of, res
 from daceml_train.driver.bound_optimizer import changed_step
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
 from daceml_train.driver.capture_only import CapturedCall, CaptureDone, as_refusal, inside_module, loss_first
-from daceml_train.driver.checking import check, check_tensors, device_of, kind_of, loss_of, refuse_mixed_devices
+from daceml_train.driver.checking import check, check_tensors, device_of, loss_of, refuse_mixed_devices
 from daceml_train.driver.events import first_line
 from daceml_train.driver.goals import WholeStep, compile_step
 from daceml_train.driver.options import ScheduleKind
@@ -167,7 +167,7 @@ class TrainingStep(UserUpdates):
             if not isinstance(argument, torch.Tensor):
                 flat = pytree.tree_leaves(flat)
                 break
-        key = (self.idle, torch.is_anomaly_enabled(), torch.get_num_threads(), len(targets), *map(kind_of, flat))
+        key = self._kind(flat, len(targets))
         scope, ways = {"self": self, "inputs": inputs, "targets": targets}, self._bound.get(key, [])
         for bound in ways:
             if bound.valid(scope):

@@ -212,9 +212,13 @@ def number_types(update: Update, state: Mapping[str, Any]) -> tuple[tuple[str, D
     """The type of each number among a parameter's state.
 
     PyTorch makes it float32, or float64 where that is the default; `load_state_dict` casts all of them but `step` to
-    the parameter's type.
+    the parameter's type. Raises `Unsupported` for a number that is not a tensor of rank 0.
     """
     held = {name: state.get(name) for name in update.state if name in SCALARS}
+    for name, number in held.items():
+        if number is not None and not (isinstance(number, torch.Tensor) and number.ndim == 0):
+            kind = f"tensor {list(number.shape)}" if isinstance(number, torch.Tensor) else type(number).__name__
+            raise Unsupported(f"the optimizer's {name} of a parameter is a {kind}, and not a tensor of rank 0")
     types = {n: t.dtype if isinstance(t, torch.Tensor) else _number_type() for n, t in held.items()}
     return tuple((name, DType[str(dtype).removeprefix("torch.")]) for name, dtype in types.items())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -170,13 +172,7 @@ def test_the_gradient_of_a_hooked_result() -> None:
 
 @pytest.mark.compiled
 def test_anomaly_detection_finds_the_first_nan_of_a_step(tmp_path: Path) -> None:
-    def losses(compiled: bool) -> list[float | str]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        step: Any = _eager_step(model, optimizer)
-        if compiled:
-            step = dt.training_step(model, nn.functional.cross_entropy, optimizer, cache=str(tmp_path))
+    def losses(step: Any) -> list[float | str]:
         found: list[float | str] = []
         for number in range(6):
             x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
@@ -187,43 +183,108 @@ def test_anomaly_detection_finds_the_first_nan_of_a_step(tmp_path: Path) -> None
                     found.append(float(step(x, y)))
                 except RuntimeError as error:
                     found.append(str(error))
-        if compiled:
-            assert "anomaly detection" in step.breaks[0]
         return found
 
-    expected = losses(False)
-    assert "LogSoftmaxBackward0" in str(expected[3])
-    assert losses(True) == [
-        pytest.approx(value, rel=1e-5) if not isinstance(value, str) else value for value in expected
-    ]
+    expected, got, step = _both(losses, _network, tmp_path)
+    assert "LogSoftmaxBackward0" in expected[3]
+    assert got == [pytest.approx(value, rel=1e-5) if isinstance(value, float) else value for value in expected]
+    assert "anomaly detection" in step.breaks[0]
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:daceml_train runs")
+def test_hooks_of_saved_tensors_change_the_gradients_of_a_step(tmp_path: Path) -> None:
+    def losses(step: Any) -> list[float]:
+        found = []
+        for number in range(6):
+            hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.half, torch.Tensor.float)
+            with hooks if number in (2, 3) else contextlib.nullcontext():
+                found.append(float(step(torch.randn(6, 4), torch.rand(6, 3))))
+        return found
+
+    expected, got, step = _both(losses, _network, tmp_path)
+    assert got == pytest.approx(expected, rel=1e-6)
+    assert "saved_tensors_hooks" in step.breaks[0]
+
+
+class Neighbours(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, edges: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.sparse.mm(edges, x))
 
 
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor", "ignore:daceml_train runs")
 @pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
 def test_a_step_with_a_sparse_argument_is_taken_in_pieces(layout: str, tmp_path: Path) -> None:
-    class Neighbours(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 3)
+    def losses(step: Any) -> list[float]:
+        edges = [getattr((torch.rand(6, 6) > 0.5).float(), layout)() for _ in range(3)]
+        return [float(step((each, torch.randn(6, 4)), torch.rand(6, 3))) for each in edges]
 
-        def forward(self, edges: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(torch.sparse.mm(edges, x))
+    expected, got, step = _both(losses, Neighbours, tmp_path)
+    assert got == pytest.approx(expected, rel=1e-5)
+    assert step.breaks == [f"argument 0 has layout torch.{layout[3:] if 'csr' in layout else 'sparse_coo'}"]
 
-    losses = []
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:daceml_train runs")
+@pytest.mark.parametrize("kind", ["forward set on the object", "torch.jit", "step of one element"])
+def test_steps_of_unusual_models_are_taken_in_pieces(kind: str, tmp_path: Path) -> None:
+    def made() -> nn.Module:
+        model = _network()
+        if kind == "forward set on the object":
+            model.forward = lambda x: nn.Sequential.forward(model, x) * 2  # type: ignore[method-assign]
+            model[0].register_full_backward_hook(lambda module, inputs, outputs: None)
+        return torch.jit.trace(model, torch.rand(2, 4)) if kind == "torch.jit" else model
+
+    def losses(step: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+        found = [float(step(torch.randn(6, 4), torch.rand(6, 3))) for _ in range(2)]
+        if kind == "step of one element":
+            for state in optimizer.state.values():
+                state["step"] = torch.tensor([7.0])
+        return [*found, *(float(step(torch.randn(6, 4), torch.rand(6, 3))) for _ in range(2))]
+
+    expected, got, step = _both(losses, made, tmp_path)
+    assert got == pytest.approx(expected, rel=1e-5)
+    assert len(step.breaks) == 1
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:daceml_train runs")
+def test_gradients_under_compiled_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)
+    torch.manual_seed(0)
+    model = _network()
+
+    @torch.compile(backend="daceml_train")
+    def gradients(x: torch.Tensor) -> None:
+        model(x).square().sum().backward()
+
+    gradients(X)
+    got = [p.grad for p in model.parameters()]
+    torch.testing.assert_close(got, [*torch.autograd.grad(model(X).square().sum(), [*model.parameters()])])
+
+
+def _network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def _both(losses: Callable[..., Any], made: Callable[[], nn.Module], cache: Path) -> tuple[Any, Any, Any]:
+    """What a training gives by eager steps and by compiled ones, and the compiled step."""
+    found: list[Any] = []
+    step: Any = None
     for compiled in (False, True):
         torch.manual_seed(0)
-        model = Neighbours()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step: Any = _eager_step(model, optimizer)
+        model = made()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         if compiled:
-            step = dt.training_step(model, nn.functional.cross_entropy, optimizer, cache=str(tmp_path))
-        losses.append([])
-        for _ in range(3):
-            edges = getattr((torch.rand(6, 6) > 0.5).float(), layout)()
-            losses[-1].append(float(step((edges, torch.randn(6, 4)), torch.randint(0, 3, (6,)))))
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert step.breaks == [f"argument 0 has layout torch.{layout[3:] if 'csr' in layout else 'sparse_coo'}"]
+            step = dt.training_step(model, nn.functional.cross_entropy, optimizer, cache=str(cache))
+        given = {"optimizer": optimizer} if "optimizer" in inspect.signature(losses).parameters else {}
+        found.append(losses(step or _eager_step(model, optimizer), **given))
+    return *found, step
 
 
 def _eager_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
