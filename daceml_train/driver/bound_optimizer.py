@@ -80,7 +80,8 @@ class OptimizerGuard:
         bounds: Mapping[str, float] = types.MappingProxyType({}),
     ) -> None:
         self.state_object = optimizer.state
-        self.same = IdentityGuard([optimizer.state, *optimizer.state.values()])
+        parameters = [group["params"] for group in optimizer.param_groups]
+        self.same = IdentityGuard([optimizer.state, *optimizer.state.values(), *parameters])
         sources = [(group, *option_source(name)) for group, name in hyperparameters]
         self.groups = []
         """Per group the keys of what is read at each call, the other options, and the parameters."""

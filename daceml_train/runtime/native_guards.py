@@ -17,7 +17,8 @@ _Container: TypeAlias = "dict[Any, Any] | list[Any]"
 
 
 class IdentityGuard:
-    """Whether dictionaries and lists still contain the same objects in the same order; `empty` ones nothing.
+    """Whether dictionaries and lists still contain the same objects in the same order, and those that are tensors
+    the same memory, which `torch.utils.swap_tensors` exchanges; `empty` ones nothing.
 
     A container that is empty now is not looked at, unless it is given as `empty`. Values under the keys `free` may be
     any objects.
@@ -33,13 +34,15 @@ class IdentityGuard:
         """The objects, which are kept alive: no other object gets their address."""
         self.containers = [*kept, *empty]
         counts = [*map(len, each), *[0] * (len(self.containers) - len(kept))]
-        compared = [0 if key in free else id(value) for items in each for key, value in items]
+        compared = [(value, key not in free) for items in each for key, value in items]
+        addresses = [v._cdata if looked_at and isinstance(v, torch.Tensor) else 0 for v, looked_at in compared]
         self._handle = native.identities_create(
             (c_void_p * len(counts))(*map(id, self.containers)),
             (c_int * len(counts))(*[isinstance(c, list) for c in self.containers]),
             (c_int64 * len(counts))(*counts),
             len(counts),
-            (c_void_p * len(compared))(*compared),
+            (c_void_p * len(compared))(*[id(value) if looked_at else 0 for value, looked_at in compared]),
+            (c_void_p * len(compared))(*addresses),
             len(compared),
         )
         weakref.finalize(self, native.identities_destroy, self._handle)

@@ -23,7 +23,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tensor_shares_version": (None, [_POINTER, _POINTER]),
     "tensors_attached": (c_int, [_POINTER, c_int64]),
     "tensors_shared": (c_int, [_POINTER, _POINTER, c_int64, _POINTER, c_int64]),
-    "identities_create": (_HANDLE, [_POINTER, _POINTER, _POINTER, c_int64, _POINTER, c_int64]),
+    "identities_create": (_HANDLE, [_POINTER, _POINTER, _POINTER, c_int64, _POINTER, _POINTER, c_int64]),
     "identities_destroy": (None, [_HANDLE]),
     "compiled_calls_end": (None, []),
     "compiled_calls_epoch": (c_int64, []),

@@ -103,6 +103,33 @@ def test_parameters_without_a_gradient_stay(runs: list[bool]) -> None:
     assert runs.count(True) == 7
 
 
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("what", ["parameter", "state", "state of a training step"])
+def test_tensors_that_exchange_their_memory(what: str, kept: bool, runs: list[bool]) -> None:
+    """As `Module.to` makes them under `torch.__future__.set_swap_module_params_on_conversion`."""
+    pair, others = Pair(), []
+    step = dt.training_step(pair.ours, F.mse_loss, pair.optimizers[0])
+    for number in range(6):
+        if number == 3:
+            for model, optimizer in zip((pair.ours, pair.theirs), pair.optimizers, strict=True):
+                weight = model[0].weight  # type: ignore[index]
+                swapped = weight if what == "parameter" else optimizer.state[weight]["exp_avg"]
+                other = swapped.detach() * 2
+                torch.utils.swap_tensors(swapped, nn.Parameter(other) if what == "parameter" else other)
+                others += [other] if kept else []
+            del swapped, other
+        if what == "state of a training step":
+            x, y = batch(number, pair.dtype)
+            step(x, y)
+            pair.optimizers[1].zero_grad()
+            F.mse_loss(pair.theirs(x), y).backward()
+            pair.optimizers[1].step()
+        else:
+            pair.step(number)
+        assert_alike((pair.ours, pair.optimizers[0]), (pair.theirs, pair.optimizers[1]), TOLERANCE[pair.dtype])
+    assert what == "state of a training step" or runs.count(True) >= 4
+
+
 @pytest.mark.parametrize("what", ["closure", "hook", "global hook", "transposed gradient", "another optimizer"])
 def test_what_is_left_to_pytorch(what: str, runs: list[bool]) -> None:
     pair = Pair()

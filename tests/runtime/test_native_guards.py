@@ -96,6 +96,16 @@ def test_a_guard_keeps_the_objects_whose_addresses_it_compares() -> None:
         assert not guard.holds()
 
 
+def test_memory_that_tensors_exchange_is_seen() -> None:
+    table, other = {0: torch.zeros(3), 1: None, 2: 4}, torch.ones(3)
+    guard, free = IdentityGuard([table]), IdentityGuard([table], free=[0])
+    assert guard.holds()
+    torch.utils.swap_tensors(table[0], other)
+    assert not guard.holds() and free.holds()
+    torch.utils.swap_tensors(table[0], other)
+    assert guard.holds()
+
+
 def test_arguments_that_share_a_storage_are_seen() -> None:
     weight, x, y = torch.zeros(8), torch.zeros(8), torch.zeros(4)
     addresses = (ctypes.c_void_p * 3)(weight._cdata, x._cdata, y._cdata)

@@ -372,15 +372,6 @@ inline std::vector<Output> outputs_from(_object* list) {
   return found;
 }
 
-// Where an object of this type has the address of its tensor, which is known for `probe`; 0 if it is not found.
-inline size_t tensor_slot_of(_object* probe, const void* tensor) {
-  auto* const* words = reinterpret_cast<void* const*>(probe);
-  for (size_t i = 2; i < 5; ++i) {
-    if (words[i] == tensor) return i * sizeof(void*);
-  }
-  return 0;
-}
-
 // A function of Python's that calls a compiled graph; null and no error where PyTorch's tensors are laid out otherwise.
 inline _object* compiled_call(_object* description) {
   static Method method{"compiled_graph", CompiledCall::call, FAST, "Calls a compiled graph."};

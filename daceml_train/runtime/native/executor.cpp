@@ -65,12 +65,12 @@ EXPORT int tensors_attached(void* const* tensors, int64_t count) { return attach
 
 // Containers, which of them are lists, how many values each contains; all values, null for any.
 EXPORT Identities* identities_create(void* const* containers, const int* lists, const int64_t* counts, int64_t count,
-                                     void* const* values, int64_t all) {
+                                     void* const* values, void* const* tensors, int64_t all) {
   auto* made = new Identities;
   for (int64_t i = 0; i < count; ++i) {
     made->containers.push_back({static_cast<_object*>(containers[i]), lists[i] != 0, counts[i]});
   }
-  for (int64_t i = 0; i < all; ++i) made->values.push_back(static_cast<_object*>(values[i]));
+  for (int64_t i = 0; i < all; ++i) made->add(static_cast<_object*>(values[i]), tensors[i]);
   return made;
 }
 EXPORT _object* records_create(_object* classes) { return record_functions(classes); }

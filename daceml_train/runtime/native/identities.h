@@ -1,4 +1,5 @@
-// Identity guards: whether dictionaries and lists of Python still contain the same objects, compared before every step.
+// Identity guards: whether dictionaries and lists of Python still contain the same objects, compared before every step,
+// and whether those that are tensors still have the same memory, which `torch.utils.swap_tensors` exchanges.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +16,19 @@ struct Identities {
     bool is_list;
     int64_t count;
   };
+  struct Value {
+    _object* object;           // null: any object
+    const void* const* place;  // where the object of a tensor has the tensor's address; null: not looked at
+    const void* tensor;
+  };
   std::vector<Container> containers;
-  std::vector<_object*> values;  // of all containers, one after the other; null: any object
+  std::vector<Value> values;  // of all containers, one after the other
+
+  void add(_object* object, const void* tensor) {
+    const size_t slot = tensor == nullptr ? 0 : tensor_slot_of(object, tensor);
+    const auto* place = slot == 0 ? nullptr : reinterpret_cast<const char*>(object) + slot;
+    values.push_back({object, reinterpret_cast<const void* const*>(place), tensor});
+  }
 
   // Hold the lock of the interpreter.
   bool hold() const {
@@ -29,9 +41,12 @@ struct Identities {
   }
 
  private:
-  static bool same(const _object* found, const _object* expected) { return expected == nullptr || found == expected; }
+  static bool same(const _object* found, const Value& expected) {
+    if (expected.object == nullptr) return true;
+    return found == expected.object && (expected.place == nullptr || *expected.place == expected.tensor);
+  }
 
-  static bool list(const Container& container, _object* const* expected) {
+  static bool list(const Container& container, const Value* expected) {
     if (PyList_Size(container.object) != container.count) return false;
     for (std::ptrdiff_t i = 0; i < container.count; ++i) {
       if (!same(PyList_GetItem(container.object, i), expected[i])) return false;
@@ -39,7 +54,7 @@ struct Identities {
     return true;
   }
 
-  static bool dictionary(const Container& container, _object* const* expected) {
+  static bool dictionary(const Container& container, const Value* expected) {
     std::ptrdiff_t position = 0;
     _object *key, *value;
     int64_t count = 0;

@@ -19,3 +19,12 @@ void PyEval_RestoreThread(void*);
 
 // The Python object of a tensor, from libtorch_python.
 _object* THPVariable_Wrap(const at::TensorBase& tensor);
+
+// Where an object of this type has the address of its tensor, which is known for `probe`; 0 if it is not found.
+inline size_t tensor_slot_of(_object* probe, const void* tensor) {
+  auto* const* words = reinterpret_cast<void* const*>(probe);
+  for (size_t i = 2; i < 5; ++i) {
+    if (words[i] == tensor) return i * sizeof(void*);
+  }
+  return 0;
+}
