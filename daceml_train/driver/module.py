@@ -129,9 +129,6 @@ class Backend:
         if any(isinstance(t, torch.Tensor) and t.is_meta for t in examples):  # shapes alone, as Keras builds a model
             self.graphs += 1
             return as_eager(module)
-        if torch._dynamo.config.compiled_autograd and _differentiated(examples):
-            self.break_off("torch._dynamo.config.compiled_autograd is on, which traces PyTorch's own backward pass")
-            return as_eager(module)
         recent, changes = self.programs.setdefault(frame(), []), self.changes.setdefault(frame(), [])
         changed = recompilation().split("  #")[0].split(" # ")[0]
         changes.append(_subject(changed))
@@ -252,10 +249,6 @@ def optimized(module: torch.nn.Module, options: Settings, backend: Backend | Non
     object.__setattr__(twin, "_daceml_train", state)
     update_for(twin, options)
     return twin
-
-
-def _differentiated(examples: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in examples)
 
 
 def state_of(module: Any) -> ModuleState | None:

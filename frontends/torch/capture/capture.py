@@ -11,6 +11,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo import compiled_autograd
 from torch.utils import _pytree as pytree
 
 from daceml_train.analysis.reachability import required
@@ -124,6 +125,7 @@ def capture(
 
     `select`: what is selected by the values of arguments may be computed before the program; see `selections`.
     """
+    _refuse_compiled_autograd(gm)
     if select and (hoisted := selections.hoist(gm, example_inputs)) is not None:
         main, operands, selection = hoisted
         with types.determined(selection.symbols):
@@ -298,6 +300,12 @@ def _annotate(
             Annotator(gm, garbage_collect_values=False).run(*fresh)
         except Exception as error:
             raise Unsupported(f"a graph that PyTorch cannot run without data: {first_line(error)}") from error
+
+
+def _refuse_compiled_autograd(gm: fx.GraphModule) -> None:
+    """Raise for a backward pass that compiled autograd traced; its operators ask inputs if they require gradients."""
+    if any(isinstance(node.target, compiled_autograd.Op) for node in gm.graph.nodes):
+        raise Unsupported("a backward pass that torch._dynamo.compiled_autograd traced")
 
 
 def _refuse_gradients_into_inputs(gm: fx.GraphModule, grad_enabled: bool) -> None:
