@@ -82,8 +82,11 @@ def _check_group(mesh: Any, group: dist.ProcessGroup, wrapper: str) -> None:
         raise Invalid(f"mesh= has other processes than the {wrapper} around the model")
 
 
-def check_wrapper(wrapper: DistributedDataParallel | FullySharded | None) -> None:
-    """Raise `Invalid` in a context of the wrapper's that a step as one program does not follow."""
+def begin_step(wrapper: DistributedDataParallel | FullySharded | None) -> None:
+    """Do what a wrapper does before a forward pass: `DistributedDataParallel` gives all ranks the buffers of rank 0.
+
+    Raises `Invalid` in a context of the wrapper's that a step as one program does not follow.
+    """
     if isinstance(wrapper, FullySharded):
         if not wrapper.owned():
             raise Invalid("a module in fully_shard has other parameters", advice="make another training_step")
@@ -94,6 +97,8 @@ def check_wrapper(wrapper: DistributedDataParallel | FullySharded | None) -> Non
         raise Invalid("no_sync() around a training step, which updates at every call", advice="use micro_batches=")
     if wrapper is not None and wrapper._join_config.enable:
         raise Invalid("join() around a training step", advice="give ranks without data an empty batch, and no join()")
+    if wrapper is not None and wrapper._check_sync_bufs_pre_fwd():
+        wrapper._sync_buffers()
 
 
 def warn_of_others(model: nn.Module, stacklevel: int) -> None:
@@ -158,18 +163,28 @@ def begin_as_equals(
         own = set(_shards(optimizer, ranks.size) if shards else ())
         own |= {key for parameter in divided for key in _of(optimizer, parameter)}
         equal = [t for t in named.values() if id(t) not in own]
-        for part in _messages(equal):
-            pieces = [t.detach().contiguous().view(-1).view(torch.uint8) for t in part]
-            message = torch.cat(pieces).to(ranks.device)
-            ranks.broadcast(message)
-            if ranks.rank:
-                for tensor, piece in zip(part, message.split([p.numel() for p in pieces]), strict=True):
-                    received = piece.to(tensor.device).clone().view(tensor.dtype).view(tensor.shape)
-                    _once(tensor.detach()).copy_(_once(received, tensor.stride()))
+        _send(ranks, equal)
         sums = ranks.gather(torch.tensor([_checksum(equal)], device=ranks.device)).tolist()
         if others := [rank for rank, found in enumerate(sums) if found != sums[0]]:
             named_ranks = ", ".join(map(str, others))
             raise RankError(f"parameters, buffers or state of rank {named_ranks} are not those that rank 0 sent")
+
+
+def send_buffers(ranks: Ranks, module: nn.Module) -> None:
+    """Give all ranks the buffers of a module on rank 0."""
+    _send(ranks, module.buffers())
+
+
+def _send(ranks: Ranks, tensors: Iterable[torch.Tensor]) -> None:
+    """Give all ranks the values of tensors on rank 0."""
+    for part in _messages(tensors):
+        pieces = [t.detach().contiguous().view(-1).view(torch.uint8) for t in part]
+        message = torch.cat(pieces).to(ranks.device)
+        ranks.broadcast(message)
+        if ranks.rank:
+            for tensor, piece in zip(part, message.split([p.numel() for p in pieces]), strict=True):
+                received = piece.to(tensor.device).clone().view(tensor.dtype).view(tensor.shape)
+                _once(tensor.detach()).copy_(_once(received, tensor.stride()))
 
 
 def _once(tensor: torch.Tensor, stride: Sequence[int] | None = None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from daceml_train.analysis.links import Link
 from daceml_train.driver.checking import check_flag
-from daceml_train.driver.distribution import begin_as_equals, check_loaded, check_wrapper, rows_of
+from daceml_train.driver.distribution import begin_as_equals, begin_step, check_loaded, rows_of, send_buffers
 from daceml_train.driver.drift import Changes, check_embeddings, drift, drift_in_pieces, drift_of_loss
 from daceml_train.driver.fully_sharded import FullySharded, make_state
 from daceml_train.driver.module import state_of
@@ -108,7 +108,6 @@ class OnRanks(InPieces):
     """Whether this rank has no data in the step that is running."""
     accumulated: dict[int, torch.Tensor]
     _bound: dict[Any, Any]
-
     _tables: tuple[tuple[str, int], ...] = ()
     """The inputs of the captured graph that are tables, and the most rows of each that any rank reads."""
     _drift: str = ""
@@ -182,7 +181,7 @@ class OnRanks(InPieces):
             return self._local_step(inputs, targets)
         try:
             with ranks.step():
-                check_wrapper(self.sharing.wrapper)
+                begin_step(self.sharing.wrapper)
                 self.idle = not rows_of(pytree.tree_leaves((inputs, targets)))
                 step = self._step_without_data if self.idle else self._local_step
                 with self.sharing.sharded.in_step() if self.sharing.sharded else contextlib.nullcontext():
@@ -327,7 +326,7 @@ class OnRanks(InPieces):
             make_state(parameter, name, self.optimizer)
             return
         state = self.optimizer.state[parameter]
-        whole = not self.shards or self.ranks is None or id(parameter) in self._divided()
+        whole = not self.shards or self.ranks is None or not parameter.ndim or id(parameter) in self._divided()
         size = None if whole or self.ranks is None else shard_size(parameter.shape, self.ranks.size)
         if not isinstance(state.get(name), torch.Tensor):
             state[name] = initial_state(name, parameter, self.optimizer, size)
@@ -360,10 +359,14 @@ class OnRanks(InPieces):
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, and scaler, for `torch.distributed.checkpoint`, which loads them on any number of ranks.
 
-        State that is sharded is a `DTensor`. Entries of the optimizer's state are flat; those that the first step would
-        make are made.
+        State that is sharded is a `DTensor`. Entries of the optimizer's state are flat, and made where the first step
+        would make them. Only rank 0 has buffers: those of other ranks may differ.
         """
-        found: dict[str, Any] = {"model": self._whole(self._given.state_dict()), "state": {}}
+        model = self._whole(self._given.state_dict())
+        if self.ranks is not None and self.ranks.rank:
+            for name, _ in self._given.named_buffers(remove_duplicate=False):
+                model.pop(name, None)
+        found: dict[str, Any] = {"model": model, "state": {}}
         for key, parameter, name, tensor in self._states():
             found["state"].setdefault(key, {})[name] = self._distributed(tensor, parameter, name)
         groups = self.optimizer.param_groups
@@ -373,7 +376,7 @@ class OnRanks(InPieces):
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, on any number of ranks.
+        """Load what `state_dict` returned, on any number of ranks, which all call this.
 
         Raises `Invalid`, before anything is loaded, for what a step with another optimizer returned.
         """
@@ -381,7 +384,8 @@ class OnRanks(InPieces):
         check_loaded(state, len(self.optimizer.param_groups), ((key, name) for key, _, name, _ in entries))
         whole = self._whole(self._given.state_dict())
         local = {name: value for name, value in state["model"].items() if not isinstance(whole.get(name), DTensor)}
-        self._given.load_state_dict(local, strict=len(local) == len(state["model"]))
+        strict = len(local) == len(state["model"]) and (self.ranks is None or not self.ranks.rank)
+        self._given.load_state_dict(local, strict=strict)
         for name in state["model"].keys() - local.keys():
             whole[name].to_local().copy_(state["model"][name].to_local())
         for key, parameter, name, tensor in entries:
@@ -397,6 +401,8 @@ class OnRanks(InPieces):
             group.update(options)
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
+        if self.ranks is not None:
+            send_buffers(self.ranks, self._given)
 
     def _states(self) -> Iterator[tuple[str, torch.Tensor, str, torch.Tensor]]:
         """The name of each parameter, the parameter, and the name and tensor of each entry of its state."""
@@ -423,7 +429,7 @@ class OnRanks(InPieces):
             return tensor
         if (embedding := self._divided().get(id(parameter))) is not None:
             return embedding.whole(tensor)
-        if not self.shards:
+        if not self.shards or not parameter.ndim:
             return tensor.reshape(-1)
         assert self.ranks is not None
         size, length = len(tensor), parameter.numel()

@@ -154,6 +154,42 @@ class Expanded(nn.Module):
         return self.out(x) * self.scale + self.mask[:, 1]
 
 
+class Centered(nn.Module):
+    """Reads a buffer that each batch changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        self.mean.mul_(0.5).add_(h.detach().mean(0), alpha=0.5)
+        return self.outer(torch.tanh(h - self.mean))
+
+
+def centered(rank: int, compiled: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    parallel = DistributedDataParallel(Centered())
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.3)
+    step = dt.training_step(parallel, F.mse_loss, optimizer)
+    for number in range(3):
+        x, y = (t[3 * rank : 3 * rank + 3] for t in batch(number))
+        if compiled:
+            step(x, y)
+        else:
+            optimizer.zero_grad()
+            F.mse_loss(parallel(x), y).backward()
+            optimizer.step()
+    assert not compiled or step.breaks == []
+    return {name: t.detach().clone() for name, t in parallel.module.state_dict().items()}
+
+
+def test_a_wrapper_gives_all_ranks_the_buffers_of_rank_0_before_each_step(ranks: Ranks) -> None:
+    for found, expected in zip(ranks(centered, True), ranks(centered, False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def begun(rank: int) -> list[list[float]]:
     """The buffers of a model whose ranks begin with other ones."""
     model = Expanded(2.0 + rank)

@@ -33,7 +33,7 @@ class Words(nn.Module):
         self.table, self.small = nn.Embedding(3000, 8, padding_idx=3, sparse=sparse), nn.Embedding(5, 8)
         self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 5, bias=False)
         self.out.weight = self.small.weight
-        self.unused, self.bias = nn.Linear(2, 2), nn.Parameter(torch.zeros(1))
+        self.unused, self.bias = nn.Linear(2, 2), nn.Parameter(torch.zeros(()))
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.table(words).mean(1) + self.small(words[:, 0] % 5)
@@ -163,6 +163,31 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(ranks: Ranks, tmp_path: P
     for found in ranks(go_on, str(tmp_path), world)[:world]:
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, **ROUNDING, msg=name)
+
+
+def save_and_load_buffers(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The buffers of a rank, and those that it loads."""
+    torch.manual_seed(0)
+    model, other = Images(), Images()
+    steps = []
+    for each in (model, other):
+        optimizer = OPTIMIZERS["momentum"](each.parameters())
+        steps.append(dt.training_step(each, F.cross_entropy, optimizer, mesh=dist.group.WORLD))
+    for number in range(2):
+        steps[0](*images((4, 4, 4, 4), number, rank))
+    saved = {name: value.clone() for name, value in model.named_buffers()}
+    dcp.save({"step": steps[0]}, checkpoint_id=folder)
+    dcp.load({"step": steps[1]}, checkpoint_id=folder)
+    return saved, dict(other.named_buffers())
+
+
+def test_buffers_of_a_checkpoint_are_those_of_rank_0(ranks: Ranks, tmp_path: Path) -> None:
+    """Without `sync_batch_norm`, each rank has running statistics of its own."""
+    found = ranks(save_and_load_buffers, str(tmp_path))
+    first = found[0][0]
+    assert not torch.equal(first["norm.running_mean"], found[1][0]["norm.running_mean"])
+    for _, loaded in found:
+        assert all(torch.equal(loaded[name], value) for name, value in first.items())
 
 
 class Images(nn.Module):
