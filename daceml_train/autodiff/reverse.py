@@ -198,7 +198,7 @@ def derived_cotangents(
     xs = [inner.input(f"x{i}", v.tensor) for i, v in enumerate(operands)]
     now = {x.name: v.name for x, v in zip(xs, operands, strict=True)}
     of: dict[str, Value] = {}
-    for i, (result, cotangent) in enumerate(zip(op.lower(inner, *xs), cotangents, strict=True)):
+    for i, (result, cotangent) in enumerate(zip(op.lowered(inner, *xs), cotangents, strict=True)):
         if cotangent is not None:
             seed = inner.input(f"g{i}", cotangent.tensor)
             now[seed.name] = cotangent.name

@@ -96,7 +96,7 @@ def _quotient(graph: Graph, op: Operator, operands: Sequence[Value]) -> Sequence
             (squares,) = graph.emit(dataclasses.replace(op, reduction="none"), *operands)
             return _quotient(graph, Mean(tuple(range(len(squares.shape)))), [squares])
         case Mean():
-            return op.lower(graph, *operands)
+            return op.lowered(graph, *operands)
     return None
 
 
@@ -306,7 +306,7 @@ def _through_lowering(applied: Applied, part: Sequence[Tensor], whole: Sequence[
     for op, tensors in ((applied.op, part), (applied.whole, whole)):
         graph = Graph(op.label)
         operands = [graph.input(f"x{k}", tensor) for k, tensor in enumerate(tensors)]
-        outputs.append([value.name for value in op.lower(graph, *operands)])
+        outputs.append([value.name for value in op.lowered(graph, *operands)])
         graphs.append(graph)
     walk = _Walk(Batch(graphs[0], graphs[1], {}, {}, applied.count, tuple(graphs[0].inputs)))
     walk.rows = applied.rows

@@ -34,7 +34,7 @@ class _Lowering:
     def emit(self, op: Operator, *operands: Value) -> tuple[Value, ...]:
         """Append `op`, or the operators that it lowers to."""
         if op.is_composite and op.label not in self.keep:
-            return tuple(op.lower(self, *operands))
+            return op.lowered(self, *operands)
         count = len(op.infer(*(v.tensor for v in operands)))
         outputs: list[str] = []
         for _ in range(count):
@@ -76,7 +76,7 @@ def _lower(
 ) -> tuple[Value, ...]:
     builder = _Lowering(graph, lowered, node.outputs[0], keep)
     with lowered.at(node.origin.of(node.op.label)):
-        values = tuple(node.op.lower(builder, *(Value(builder, i, lowered.tensors[i]) for i in inputs)))
+        values = node.op.lowered(builder, *(Value(builder, i, lowered.tensors[i]) for i in inputs))
     given, expected = [v.tensor for v in values], [graph.tensors[o] for o in node.outputs]
     fits = len(given) == len(expected) and all(
         g.dtype is e.dtype and same_shape(g.shape, e.shape) for g, e in zip(given, expected, strict=True)

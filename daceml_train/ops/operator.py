@@ -254,6 +254,15 @@ class Operator:
         """The results, computed by simpler operators."""
         raise NotImplementedError(f"{self.label} is a leaf")
 
+    def lowered(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
+        """What `lower` returns. Raises `Invalid`, which names the operator, for anything but values."""
+        results = self.lower(b, *operands)
+        if not isinstance(results, Sequence) or not all(isinstance(result, Value) for result in results):
+            given = [type(r).__name__ for r in results] if isinstance(results, Sequence) else type(results).__name__
+            advice = "return (value,)" if isinstance(results, Value) else "return the values that its operators compute"
+            raise Invalid(f"lower of {self.label} returns a sequence of values, and returned {given}", advice=advice)
+        return tuple(results)
+
     def evaluate(self, *operands: Array) -> tuple[Array, ...]:
         """The results on NumPy arrays; floats are float64."""
         raise NotImplementedError(f"{self.label} has no reference")

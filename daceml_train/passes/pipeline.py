@@ -269,3 +269,6 @@ def _check_pass(given: object) -> None:
     if not isinstance(given, Pass):
         hint = f"{given.__name__}()" if isinstance(given, type) else "an object of a subclass of Pass"
         raise Invalid(f"a pipeline consists of passes, given {given!r}", advice=f"expected {hint}")
+    level = getattr(given, "level", None)
+    if level not in LEVELS:
+        raise Invalid(f"{type(given).__name__} has level {level!r}", advice=f"levels: {', '.join(LEVELS)}")

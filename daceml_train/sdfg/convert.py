@@ -137,7 +137,7 @@ class OperatorNode(dace.nodes.LibraryNode):
                     names.update(zip(statement.outputs, (v.name for v in outputs), strict=True))
                 results = [names[y] for y in op.yields]
             elif op.is_composite:
-                results = [v.name for v in op.lower(graph, *operands)]
+                results = [v.name for v in op.lowered(graph, *operands)]
             else:
                 raise Refused(
                     f"{op.label} is a leaf, which has no expansion to a nested SDFG",

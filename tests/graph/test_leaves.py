@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -59,4 +60,28 @@ def test_a_lowering_that_contradicts_its_shape_rule_is_refused() -> None:
     graph = Graph("g")
     graph.emit(Liar(), graph.input("x", Tensor((4,))))
     with pytest.raises(Invalid, match=r"%liar = liar\(%x\): the lowering has f32\[4\], the shape rule f32\[7\]"):
+        leaves(graph)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda x: None, "lower of careless returns a sequence of values, and returned NoneType"),
+        (lambda x: x, r"and returned Value; return \(value,\)"),
+        (lambda x: (x, 1), r"and returned \['Value', 'int'\]"),
+    ],
+)
+def test_a_lowering_that_returns_no_values_names_its_operator(returned: Callable[[Value], Any], message: str) -> None:
+    class Careless(Operator):
+        label = "careless"
+
+        def infer(self, *operands: Tensor) -> tuple[Tensor, ...]:
+            return operands
+
+        def lower(self, b: Builder, *operands: Value) -> Sequence[Value]:
+            return returned(operands[0])  # type: ignore[no-any-return]
+
+    graph = Graph("g")
+    graph.emit(Careless(), graph.input("x", Tensor((4,))))
+    with pytest.raises(Invalid, match=message):
         leaves(graph)

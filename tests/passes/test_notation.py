@@ -159,6 +159,9 @@ def test_options_are_checked_when_a_pass_is_made() -> None:
     assert type(FuseSiblings(share=1).share) is float
     with pytest.raises(Invalid, match="a pipeline consists of passes, given <class '.*Simplify'>; expected Simplify()"):
         Pipeline(fusion=(Simplify,))  # type: ignore[arg-type]
+    misplaced = type("Misplaced", (Simplify,), {"level": "fusing"})
+    with pytest.raises(Invalid, match="Misplaced has level 'fusing'; levels: forward, .*global_movement"):
+        Pipeline(fusion=(misplaced(),))
 
 
 def test_edits_by_name() -> None:

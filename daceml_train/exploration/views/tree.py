@@ -218,7 +218,7 @@ def body(tree: Tree, item: Item) -> tuple[Graph, list[Item]]:
             names.update(zip(s.outputs, (v.name for v in result), strict=True))
         inner.outputs = [names[y] for y in node.op.yields]
     else:
-        inner.outputs = [v.name for v in node.op.lower(inner, *operands)]
+        inner.outputs = [v.name for v in node.op.lowered(inner, *operands)]
     parts = [
         Item(f"{item.key}/{n.outputs[0]}", "statement", n.op.label, item.module, item.phase, item.nodes, parent=item)
         for n in inner.nodes
