@@ -115,6 +115,11 @@ class BackgroundStep(TrainingStep):
             time.sleep(0.02)
         return True
 
+    @property
+    def _compiles_updates(self) -> bool:  # type: ignore[override]
+        """Only where steps stay PyTorch's: until then, a call waits for no compiler."""
+        return bool(self._in_pieces)
+
     def _progress(self, job: Compiling) -> str:
         assert job.process is not None
         seconds, (done, kernels) = time.monotonic() - job.process.started, job.kernels
