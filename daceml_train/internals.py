@@ -18,7 +18,6 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._C._dynamo.guards.profile_guard_manager",
         "torch._dynamo.OptimizedModule",
         "torch._dynamo.compiled_autograd",
-        "torch._dynamo.compiled_autograd.Op",
         "torch._dynamo.config.compiled_autograd",
         "torch._dynamo.config.patch",
         "torch._dynamo.config.skip_nnmodule_hook_guards",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
+from daceml_train.errors import Invalid, nearest
 from daceml_train.passes.pipeline import Pipeline
 from daceml_train.transformations import catalog
 from daceml_train.transformations.distribution.bucket import Bucket
@@ -143,3 +147,22 @@ INFERENCE = Pipeline(
     global_movement=(DeadCode(), UpdateInPlace(), Schedule(), ConcatenateInPlace(), ReuseOperands()),
 )
 """The forward pass alone."""
+
+NAMED: Mapping[str, Pipeline] = {
+    "training": TRAINING,
+    "inference": INFERENCE,
+    "mixed_precision": MIXED_PRECISION,
+    "none": Pipeline(),
+}
+"""The pipelines that options and the command line name."""
+
+
+def given_pipeline(given: Pipeline | str | Path) -> Pipeline:
+    """A pipeline that an option names, or that `Pipeline.of` reads. Raises `Invalid` for another word."""
+    if isinstance(given, str) and given.isidentifier():
+        if given not in NAMED:
+            raise Invalid(
+                f"no pipeline is called {given!r}{nearest(given, NAMED)}", advice=f"known: {', '.join(NAMED)}"
+            )
+        return NAMED[given]
+    return Pipeline.of(given)

@@ -147,16 +147,10 @@ def _compared(options: argparse.Namespace) -> Any:
 def pipeline_named(name: str) -> Any:
     """A pipeline that comes with the package, or that of a file."""
     from daceml_train.passes.pipeline import Pipeline
-    from daceml_train.transformations.pipelines import INFERENCE, MIXED_PRECISION, TRAINING
+    from daceml_train.transformations.pipelines import NAMED
 
-    known = {
-        "training": TRAINING,
-        "inference": INFERENCE,
-        "mixed_precision": MIXED_PRECISION,
-        "none": Pipeline(),
-    }
-    if name in known:
-        return known[name]
+    if name in NAMED:
+        return NAMED[name]
     if not Path(name).is_file():
-        raise Failure(f"{name} is neither a pipeline's file nor one of {', '.join(known)}{nearest(name, known)}")
+        raise Failure(f"{name} is neither a pipeline's file nor one of {', '.join(NAMED)}{nearest(name, NAMED)}")
     return Pipeline.of(Path(name))

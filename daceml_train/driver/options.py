@@ -21,7 +21,7 @@ from daceml_train.runtime.cache import Cache
 from daceml_train.storage.folders import cache_folder
 from daceml_train.storage.named_by_user import path_of
 from daceml_train.storage.remote import remote_cache
-from daceml_train.transformations.pipelines import INFERENCE, TRAINING
+from daceml_train.transformations.pipelines import INFERENCE, TRAINING, given_pipeline
 
 Progress = Callable[[int, int], None]
 ScheduleKind = Literal["ahead_of_time", "plain"]
@@ -43,7 +43,8 @@ class Options:
 
     Options:
         pipeline: Pipeline | str | Path | None = None
-            The transformations: a `Pipeline`, its text, or the path of a JSON, text or Python file that holds one.
+            The transformations: a `Pipeline`, its text, the path of a JSON, text or Python file that holds one, or
+            the name of one that comes with the package: training, inference, mixed_precision, none.
             None: `TRAINING` where gradients are asked for, `INFERENCE` elsewhere.
         cache: Path | str | None = None
             The folder of compiled programs. None: `$DACEML_TRAIN_CACHE`, else the user's cache folder.
@@ -117,7 +118,7 @@ class Options:
         logs.install()
         load_plugins(PASSES, OPERATORS)
         remote_cache()  # one that cannot be used is an error here, not a reason to fall back while compiling
-        chosen, inference = (TRAINING, INFERENCE) if self.pipeline is None else (Pipeline.of(self.pipeline), None)
+        chosen, inference = (TRAINING, INFERENCE) if self.pipeline is None else (given_pipeline(self.pipeline), None)
         return Settings(
             pipeline=chosen,
             cache=Cache(cache_folder(self.cache)),
@@ -188,7 +189,9 @@ def current(function: str, keywords: Mapping[str, Any], others: Iterable[str] = 
         new = RENAMED.get(name, name)
         if new not in NAMES:
             close = nearest(name, (*NAMES, *others))
-            raise Invalid(f"{function} has no option {name!r}{close}", advice=f"there are {', '.join(NAMES)}")
+            raise Invalid(
+                f"{function} has no option {name!r}{close}", advice=f"there are {', '.join((*NAMES, *others))}"
+            )
         if new != name:
             warn(f"the option {name}", new, level)
         if new in known or (new != name and new in keywords):

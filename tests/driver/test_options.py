@@ -21,6 +21,7 @@ from daceml_train.driver.module import state_of
 from daceml_train.driver.options import RENAMED, OptionKeywords, current
 from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import TrainingStep
+from daceml_train.transformations.pipelines import MIXED_PRECISION
 
 
 def step(**keywords: Any) -> TrainingStep:
@@ -71,10 +72,16 @@ def test_old_names_are_understood(result: Callable[..., Settings], tmp_path: Pat
         result(observe=tmp_path, dump=tmp_path)
 
 
+def test_a_pipeline_is_given_by_name() -> None:
+    assert dt.Options(pipeline="mixed_precision").settings().pipeline == MIXED_PRECISION
+    assert dt.Options(pipeline="none").settings().pipeline == dt.Pipeline()
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"pipelines": ""}, "has no option 'pipelines', did you mean 'pipeline'?"),
     ({"autotun": True}, "has no option 'autotun', did you mean 'autotune'?"),
     ({"fast": True}, "has no option 'fast'; there are pipeline, cache, jobs"),
+    ({"pipeline": "trainings"}, "no pipeline is called 'trainings', did you mean 'training'?; known: training, infer"),
     ({"random": "eagre"}, "random is one of seeded, eager, given 'eagre', did you mean 'eager'?"),
     ({"schedule": "plane"}, "schedule is one of ahead_of_time, plain, given 'plane', did you mean 'plain'?"),
     ({"jobs": 0}, "jobs is a positive whole number or None, given 0"),

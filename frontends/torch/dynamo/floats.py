@@ -188,7 +188,10 @@ def _install() -> None:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         found = FUNCTIONS.get(self.value) if getattr(_traces, "mode", "") == "inputs" else None
         if found is not None:
-            number = found[0](*args, **kwargs)
+            try:
+                number = found[0](*args, **kwargs)
+            except TypeError:  # arguments of another number or name, which PyTorch refuses
+                number = None
             if number is not None and isinstance(number.realize(), SymNodeVariable):
                 return UserFunctionVariable(found[1]).call_function(tx, args, kwargs)
         return call(self, tx, args, kwargs)

@@ -349,9 +349,8 @@ def _nll_loss(
     if target.dtype is not DType.int64:
         return None
     classes = logp.shape[min(1, len(logp.shape) - 1)]
-    target = index_within(
-        t, target, classes, f"a target is out of bounds: classes are 0 to {classes}-1", int(ignore_index)
-    )
+    last = f"{classes - 1 if isinstance(classes, int) else f'{classes} - 1'}"
+    target = index_within(t, target, classes, f"a target is out of bounds: classes are 0 to {last}", int(ignore_index))
     loss, total = t.emit_all(
         "nll_loss",
         logp,
