@@ -5,8 +5,14 @@ Each kind of event has a logger, `daceml_train.breaks` and so on; an event is on
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
 import logging
 import os
+import sys
+import warnings
+from pathlib import Path
 
 from daceml_train.errors import Invalid, nearest
 
@@ -62,3 +68,20 @@ def speaks(logger: logging.Logger) -> bool:
 def event(logger: logging.Logger, text: str) -> None:
     """Say one line."""
     logger.info("%s", " ".join(text.split()))
+
+
+def warn(message: str) -> None:
+    """Warn at the user's line, the innermost one outside of this package and PyTorch."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_inside()) and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+@functools.cache
+def _inside() -> tuple[str, ...]:
+    """What the paths of files begin with that are not the user's."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    folders = [f"{Path(origin).parent}{os.sep}" for origin in (__file__, torch.origin)]
+    return *folders, contextlib.__file__, functools.__file__, "<"

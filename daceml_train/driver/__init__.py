@@ -135,7 +135,7 @@ def training_step(
     step = _step_of(*own, compile, keep_gradients, micro_batches, reduction)
     step.train_on(sharing, {"micro_batches": micro_batches, "reduction": reduction, "clipping": clipping})
     if mesh is None:
-        warn_of_others(model, stacklevel=2)
+        warn_of_others(model)
     return step
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from daceml_train import logs
 from daceml_train.driver.fully_sharded import FullySharded, fully_sharded
 from daceml_train.driver.store import environment
 from daceml_train.errors import Invalid, Unsupported
@@ -101,14 +101,13 @@ def begin_step(wrapper: DistributedDataParallel | FullySharded | None) -> None:
         wrapper._sync_buffers()
 
 
-def warn_of_others(model: nn.Module, stacklevel: int) -> None:
+def warn_of_others(model: nn.Module) -> None:
     """Warn where several processes train and nothing reduces their gradients."""
     if processes() > 1 and parallel_wrapper(model) is None:
-        warnings.warn(
+        logs.warn(
             f"a daceml_train training step reduces no gradients over the {processes()} processes of "
             "torch.distributed: each trains on its own; pass mesh= (a device mesh or a process group) to train "
-            "together, or mesh=False if this is meant",
-            stacklevel=stacklevel + 1,
+            "together, or mesh=False if this is meant"
         )
 
 

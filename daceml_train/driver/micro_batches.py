@@ -9,7 +9,6 @@ part.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -17,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.utils._pytree as pytree
 
+from daceml_train import logs
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
 from daceml_train.driver.capture_only import CapturedCall
 from daceml_train.driver.checking import device_of
@@ -183,7 +183,7 @@ class MicroBatchedStep(_Part):
         """Let PyTorch update with the accumulated gradients where the last part's program cannot do so."""
         for why in (why for why in self.breaks if why not in self._warned):
             self._warned.add(why)
-            warnings.warn(f"daceml_train runs the update of a training step as PyTorch does: {why}", stacklevel=5)
+            logs.warn(f"daceml_train runs the update of a training step as PyTorch does: {why}")
         parameters = self._parameters()
         for parameter in parameters:
             parameter.grad = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -161,7 +160,7 @@ class Backend:
         """Record, and warn once, why something runs in PyTorch."""
         if reason in self.breaks:
             return
-        warnings.warn(f"daceml_train runs a graph as PyTorch does: {reason}", stacklevel=3)
+        logs.warn(f"daceml_train runs a graph as PyTorch does: {reason}")
         logs.event(logs.BREAKS, reason)
         self.breaks.append(reason)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -145,14 +144,13 @@ class InPieces(Clipped):
         if not updates:
             self._warn_once(
                 "a daceml_train training step updates nothing: no parameter of its optimizer has a gradient; "
-                "make the optimizer of the parameters of the model that is trained, after they are converted",
-                level=9,
+                "make the optimizer of the parameters of the model that is trained, after they are converted"
             )
 
-    def _warn_once(self, message: str, level: int = 7) -> None:
+    def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=level)
+            logs.warn(message)
 
 
 def _as_it_is(model: torch.nn.Module) -> bool:
