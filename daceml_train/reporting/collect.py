@@ -32,6 +32,8 @@ from daceml_train.runtime.timing import Timing
 from daceml_train.storage.folders import cache_folder
 from daceml_train.storage.named_by_user import file_of, write_text
 
+PICTURES = frozenset({".pdf", ".png", ".svg", ".jpg", ".jpeg"})
+"""Endings of files as which no report is written."""
 RUNS = 10
 """The default number of measured runs."""
 
@@ -62,8 +64,13 @@ class Report(Contents):
         return trace.events(self)
 
     def save(self, path: Path | str) -> None:
-        """Write the report: `.html`, `.json`, or text for any other ending."""
+        """Write the report: `.html`, `.json`, or text for any other ending.
+
+        Raises `Invalid` for the ending of a picture or a PDF.
+        """
         path = file_of(path, "the report")
+        if path.suffix.lower() in PICTURES:
+            raise Invalid(f"a report is not written as {path.suffix}", advice="give a path that ends in .html or .json")
         if path.suffix == ".html":
             result = self.to_html()
         else:

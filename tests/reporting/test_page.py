@@ -6,9 +6,11 @@ import itertools
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+from daceml_train.errors import Invalid
 from daceml_train.reporting import Change, Compiled, Eager, Kept, Launched, Report, grouped
 from daceml_train.reporting.numbers import roofline_text
 from daceml_train.reporting.tables import MOST, POLICY, ROWS, SCRIPT, table
@@ -175,6 +177,12 @@ def test_save(tmp_path, ending: str) -> None:
     if ending == ".json":
         assert json.loads(text)["functions"][0]["launches"][0]["operators"] == "mul add"
     assert text.startswith({".html": "<!doctype html>", ".json": "{", ".txt": "training step of"}[ending])
+
+
+def test_a_report_is_no_picture(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="a report is not written as .pdf; give a path that ends in .html or .json"):
+        report([launched()]).save(tmp_path / "report.pdf")
+    assert not list(tmp_path.iterdir())
 
 
 def test_more_than_the_roofline_is_from_cache() -> None:
