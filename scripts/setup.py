@@ -22,7 +22,7 @@ PYTHON = VENV / "bin" / "python"
 NATIVE = ROOT / "daceml_train" / "runtime"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PYTHONS = ((3, 12), (3, 11))
-OLDEST_COMPILER = 10  # complete enough in C++20
+OLDEST_COMPILER = 11  # complete enough in C++20
 
 
 def main() -> None:

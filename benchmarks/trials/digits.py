@@ -63,7 +63,7 @@ def data(step: int, settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def accuracy(model: nn.Module) -> Tensor:
-    """The share of held-out digits that are told right."""
+    """The share of held-out digits that are classified correctly."""
     model.eval()
     with torch.no_grad():
         return (model(X[-HELD_OUT:]).argmax(1) == Y[-HELD_OUT:]).float().mean()

@@ -1,6 +1,6 @@
-"""The road from a captured graph to a program that runs: `STAGES`, which prints itself.
+"""The stages from a captured graph to a program that runs: `STAGES`, which prints itself.
 
-Everything that is compiled takes this road. A `Goal` says what differs: what is appended to the captured graph
+Everything that is compiled passes through them. A `Goal` says what differs: what is appended to the captured graph
 (derivatives, an update), the programs into which it is divided, and what a caller must know to run them. The stages up
 to `lower` produce plain data, which is stored; `generate` and `link` load it into this process.
 
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from daceml_train import logs
 from daceml_train.analysis.traffic import total, traffic
 from daceml_train.driver.devices import for_device
 from daceml_train.driver.events import log_kernels, watcher
@@ -31,7 +32,8 @@ from daceml_train.lowering.device import CPU, Device
 from daceml_train.lowering.lower import lower
 from daceml_train.lowering.program import CallLaunch, KernelLaunch, Program
 from daceml_train.ops.fallback import Aten
-from daceml_train.passes.pipeline import Step, Watcher
+from daceml_train.passes.pipeline import Pipeline, Step, Watcher
+from daceml_train.processor import instructions
 from daceml_train.runtime.arenas import AnyArena, new_arena
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.gpu.autotune import Autotuner
@@ -92,7 +94,7 @@ class Goal(ABC):
 
 @dataclass
 class Compilation:
-    """A captured graph on the road to its goal."""
+    """A captured graph on its way to its goal."""
 
     graph: Graph
     goal: Goal
@@ -281,10 +283,10 @@ STAGES = Stages(
         Stage("link", link, "process"),
     )
 )
-"""The road; `daceml-train stages` prints it."""
+"""All stages; `daceml-train stages` prints them."""
 
 
-# ---- the whole road ---
+# ---- all stages ---
 def compile_graph(
     graph: Graph, goal: Goal, options: Settings, device: Device = CPU, arena: AnyArena | None = None
 ) -> Linked:
@@ -293,6 +295,7 @@ def compile_graph(
     Programs with the same `arena` must not run at the same time.
     """
     pipeline = options.pipeline.for_target(device.target)
+    _warn_of_bfloat16(pipeline, device)
     if device.model is not None:
         pipeline = pipeline.on(device.model)
     left_out = [p.name for p in options.pipeline if device.target not in p.targets]
@@ -306,6 +309,13 @@ def compile_graph(
         for record in compiled.records:
             _replay(record, options)
     return link(compiled, options, device, arena)
+
+
+def _warn_of_bfloat16(pipeline: Pipeline, device: Device) -> None:
+    """Warn where mixed precision slows a program down: on processors of this kind without bfloat16 instructions."""
+    features = instructions() if device is CPU and "mixed_precision" in {p.name for p in pipeline} else ()
+    if "avx2" in features and not {"avx512_bf16", "amx_bf16"}.intersection(features):
+        logs.warn("daceml_train runs matmuls in bfloat16, for which this processor has no instructions: this is slower")
 
 
 # ---- notes ---

@@ -25,7 +25,7 @@ def data(step, settings):
 
 
 def accuracy(model):
-    """The share of held-out digits that are told right."""
+    """The share of held-out digits that are classified correctly."""
     model.eval()
     with torch.no_grad():
         return (model(X[-HELD_OUT:]).argmax(1) == Y[-HELD_OUT:]).float().mean()
