@@ -119,9 +119,9 @@ def test_replay(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["replay", str(path), f"{model}:module"]) == 1
     assert "no operator belongs to module '1'" in capsys.readouterr().out
     path.write_text(path.read_text()[:40])
-    assert main(["replay", str(path), f"{model}:step"]) == 1
+    assert main(["replay", str(path), f"{model}:step"]) == 2
     assert "is not JSON" in capsys.readouterr().err
-    assert main(["replay", str(tmp_path / "nothing.json"), f"{model}:step"]) == 1
+    assert main(["replay", str(tmp_path / "nothing.json"), f"{model}:step"]) == 2
     assert "there is no file" in capsys.readouterr().err
 
 
@@ -216,16 +216,16 @@ def test_a_page_is_of_two_reports(capsys: pytest.CaptureFixture[str], tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "status", "sentence"),
     [
-        ("replay {report} {model}:step", 1, "the file is a report, not a pipeline; `daceml-train diff` compares"),
-        ("replay trainig {model}:step", 1, "trainig is neither a pipeline's file nor one of training, inference"),
+        ("replay {report} {model}:step", 2, "the file is a report, not a pipeline; `daceml-train diff` compares"),
+        ("replay trainig {model}:step", 2, "trainig is neither a pipeline's file nor one of training, inference"),
         ("diff trainig none {model}:step", 2, "mixed_precision, none, did you mean 'training'?"),
-        ("bisect {model}:step --pipeline trainig", 1, "did you mean 'training'?"),
+        ("bisect {model}:step --pipeline trainig", 2, "did you mean 'training'?"),
         ("explain {model}:step --pipeline none", 2, "--pipeline and --code are about an operator: name it, --node"),
         ("bisect {model}:step --folder {report}", 2, "{report} is a file, and expected to be a folder"),
         ("bisect {model}:step --folder {report}/new/er", 2, "{report} is a file, and expected to be a folder"),
         ("diff {report} {report} --json /dev/full", 2, "/dev/full cannot be written: No space left on device"),
         ("diff {report} {report} --html /dev/full", 2, "/dev/full cannot be written: No space left on device"),
-        ("bisect {model}:other_shape", 1, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x5 and 4x2)"),
+        ("bisect {model}:other_shape", 2, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x5 and 4x2)"),
         ("diff {report} {report} --html /nowhere/both.html", 2, "/nowhere/both.html cannot be written"),
         ("run {model}:step", 1, "run takes an ONNX model, FILE.onnx, given {model}:step"),
     ],
@@ -294,8 +294,8 @@ def test_report_of_what_is_not_there(model: str, place: str, reason: str, capsys
     [
         (["diff", "missing.json", "training", "{model}:step"], 2),
         (["diff", "training", "missing.json", "{model}:step"], 2),
-        (["replay", "missing.json", "{model}:step"], 1),
-        (["bisect", "{model}:step", "--pipeline", "missing.json"], 1),
+        (["replay", "missing.json", "{model}:step"], 2),
+        (["bisect", "{model}:step", "--pipeline", "missing.json"], 2),
         (["explain", "missing.json:step"], 1),
         (["simulate", "missing.json"], 1),
         (["run", "{model}.onnx", "--input", "missing.json"], 1),

@@ -21,20 +21,21 @@ from daceml_train.storage.folders import DUMP, writable_folder
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     options = _parser().parse_args(arguments)
+    fails = getattr(options, "fails", 1)
     try:
         with _written(options):
             check_given(options)
             status: int = options.run(options)
     except Failure as failure:
         print(f"daceml-train: {failure}", file=sys.stderr)
-        return failure.status
+        return max(failure.status, fails)
     except Exception as error:
         found = in_file_of_user(error, getattr(options, "model", None) or "")
         found = found or in_call_of_model(error, getattr(options, "model", None) or "")
         if found is None:
             raise
         print(f"daceml-train: {found}", file=sys.stderr)
-        return 1
+        return fails
     return status
 
 

@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
     bisect.add_argument(
         "--pipeline", default=TRAINING, metavar="FILE", help="a pipeline's file, or training, inference, none"
     )
-    bisect.set_defaults(run=_bisect)
+    bisect.set_defaults(run=_bisect, fails=2)  # 1: something deviates
 
 
 def _explain(options: argparse.Namespace) -> int:

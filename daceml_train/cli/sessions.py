@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     replay.add_argument("--measure", action="store_true", help="time it beside the default pipeline and PyTorch")
     replay.add_argument("--runs", type=int, default=20, metavar="N", help="runs to measure (default: %(default)s)")
     replay.add_argument("-o", "--output", type=Path, metavar="FILE", help="write what was applied: .json, .txt or .py")
-    replay.set_defaults(run=_replay)
+    replay.set_defaults(run=_replay, fails=2)  # 1: not all matched, or something is wrong
 
     diff = commands.add_parser(
         "diff",

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import sympy
 
-from daceml_train.errors import Duplicate, Invalid
+from daceml_train.errors import Duplicate, Invalid, nearest
 from daceml_train.plugins import OPERATORS, load_plugins
 from daceml_train.tensor import Dim, DType, Shape, Tensor
 
@@ -200,7 +200,8 @@ def make(name: str, **attributes: Any) -> Operator:
     if name not in REGISTRY:
         load_plugins(OPERATORS)
     if name not in REGISTRY:
-        raise Invalid(f"no operator is called {name!r}", advice=f"known: {', '.join(sorted(REGISTRY))}")
+        close = nearest(name, REGISTRY)
+        raise Invalid(f"no operator is called {name!r}{close}", advice=f"known: {', '.join(sorted(REGISTRY))}")
     return REGISTRY[name](**attributes)
 
 
@@ -265,7 +266,8 @@ class Operator:
 
     def evaluate(self, *operands: Array) -> tuple[Array, ...]:
         """The results on NumPy arrays; floats are float64."""
-        raise NotImplementedError(f"{self.label} has no reference")
+        advice = "define lower, of simpler operators, or evaluate, on NumPy arrays"
+        raise Invalid(f"{self.label} has neither lower nor evaluate", advice=advice)
 
     vjp: ClassVar[Callable[..., Any] | None] = None
     """A composite without one is differentiated through its lowering.

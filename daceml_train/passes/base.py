@@ -314,6 +314,8 @@ class Rewrite(Pass):
             if match := chosen.get(id(node)):
                 with other.at(node.origin):
                     results: Sequence[Value] = tuple(self.emit(match, other, values))
+                if len(results) != len(node.outputs):
+                    raise Invalid(f"emit returned {len(results)} values for the {len(node.outputs)} results of {node}")
             else:
                 names = [n if n not in other.tensors else other.fresh(n) for n in node.outputs]
                 results = other.append(node.op, tuple(values[i].name for i in node.inputs), names, node.origin)

@@ -65,6 +65,8 @@ def _function_lines(function: Compiled) -> Iterator[str]:
     yield from _aligned(rows)
     yield from _aligned([*_sent(function)])
     yield ", ".join(facts(function))
+    if (spent := function.seconds) is not None:
+        yield f"measured: {seconds_text(spent)} in the launches of one call"
     if function.device != "cpu":
         yield ", ".join(on_device(function))
     if threads := shared_out(function):

@@ -63,6 +63,14 @@ def test_a_lowering_that_contradicts_its_shape_rule_is_refused() -> None:
         leaves(graph)
 
 
+def test_an_operator_without_a_meaning_is_named() -> None:
+    class Empty(Operator):
+        label = "empty_one"
+
+    with pytest.raises(Invalid, match="empty_one has neither lower nor evaluate; define lower, of simpler operators"):
+        Empty().evaluate()
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

@@ -195,7 +195,7 @@ MALFORMED = {
         "array 'x' exists already in graph 'small' (at line 1)",
     ),
     "undefined": (small("%x, %y", "%x, %z"), "add reads %z, which is not defined above (at line 2)"),
-    "unknown operator": (small("add(", "sum("), "no operator is called 'sum' (at line 2)"),
+    "unknown operator": (small("add(", "sum("), "no operator is called 'sum', did you mean 'sub'? (at line 2)"),
     "attribute": (small("%y)", "%y, alpha=1)"), "unexpected keyword argument 'alpha' (at line 2)"),
     "attribute twice": (small("add(%x, %y)", "full(value=1, value=2)"), "attribute 'value' is given twice (at line 2)"),
     "operand after attribute": (small("%x, %y)", "dim=1, %x)"), "operands must precede attributes (at line 2)"),

@@ -159,6 +159,20 @@ def test_a_pass_keeps_the_signature(how: str, message: str) -> None:
         Pipeline(fusion=(wrong,)).run(program("x: f32[4]", CHAIN, "%c"))
 
 
+@dataclass(frozen=True)
+class Forgets(SquareProducts):
+    """Returns no replacement."""
+
+    def emit(self, match: Match, builder: Graph, values: Mapping[str, Value]) -> Iterable[Value]:
+        return ()
+
+
+def test_a_rewrite_without_a_replacement_is_named() -> None:
+    message = r"the pass forgets\(\): emit returned 0 values for the 1 results of %a = mul\(%x, %x\)"
+    with pytest.raises(PassFailed, match=message):
+        Pipeline(fusion=(Forgets(),)).run(program("x: f32[4]", CHAIN, "%c"))
+
+
 @pytest.mark.parametrize("how", ["raises", "nothing", "empty"])
 def test_modules_and_sessions_name_a_pass_that_fails(how: str) -> None:
     """PyTorch runs the graph of a module, and the warning names the pass."""

@@ -125,7 +125,8 @@ def test_without_bytes_or_seconds() -> None:
 def test_without_times() -> None:
     result = report([launched(seconds=None)], machine=None, eager=None)
     assert result.to_html().count("<svg") == 2
-    assert result.functions[0].seconds is None
+    assert result.functions[0].seconds is None and "measured: " not in str(result)
+    assert "measured: 300 µs in the launches of one call" in str(report([launched(0), launched(1)]))
     assert result.trace()["traceEvents"] == [result.trace()["traceEvents"][0]]
 
 
