@@ -239,16 +239,23 @@ def _measured(options: argparse.Namespace, eager: bool) -> Any:
 def _compiled(
     results: tuple[Any, ...], progress: Callable[[int, int], None] | None
 ) -> tuple[Any, Callable[[], object]]:
-    """The optimized module or the training step of what a factory returned, and a call of it."""
+    """The optimized module or training step of what a factory returned, and a call; a module is called for inference."""
     import daceml_train as dt
 
     if len(results) == 2:
         module, inputs = results
         compiled: Any = dt.optimize(module, progress=progress)
+        return compiled, _inference(compiled, inputs)
     else:
         module, inputs, loss, optimizer = results
         compiled = dt.training_step(module, loss, optimizer, progress=progress)
     return compiled, lambda: compiled(*as_tuple(inputs))
+
+
+def _inference(module: Any, inputs: Any) -> Callable[[], object]:
+    import torch
+
+    return torch.no_grad()(lambda: module(*as_tuple(inputs)))
 
 
 def _eager(results: tuple[Any, ...]) -> Callable[[], object]:
@@ -258,7 +265,7 @@ def _eager(results: tuple[Any, ...]) -> Callable[[], object]:
     say("counting what PyTorch moves")
     if len(results) == 2:
         module, inputs = results
-        run: Callable[[], object] = lambda: module(*as_tuple(inputs))  # noqa: E731
+        run = _inference(module, inputs)
     else:
         module, inputs, loss, optimizer = results
 

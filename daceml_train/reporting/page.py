@@ -86,7 +86,7 @@ def _parts(report: Contents) -> Iterator[str]:
         yield "<p>nothing is compiled yet: the first call compiles</p>"
     for place, function in enumerate(report.functions, 1):
         if len(report.functions) > 1:
-            yield f"<h1>[{place}] {escape(function.name)}</h1>"
+            yield f"<h1>[{place}] {escape(text.title(function))}</h1>"
         yield from _function(report, function)
     if report.background:
         yield f"<h2>Compilation in the background</h2><ul>{_items(report.background)}</ul>"

@@ -18,7 +18,7 @@ def lines(report: Contents) -> Iterator[str]:
         yield "nothing is compiled yet: the first call compiles"
     for place, function in enumerate(report.functions, 1):
         if len(report.functions) > 1:
-            yield f"\n[{place}]"
+            yield f"\n[{place}] {title(function)}"
         yield from _function_lines(function)
     yield from report.cuda_graphs
     if report.paths:
@@ -30,6 +30,13 @@ def lines(report: Contents) -> Iterator[str]:
     if report.graph_breaks:
         yield "\nseveral graphs, between which Python runs, because"
         yield from (f"  {reason}" for reason in report.graph_breaks)
+
+
+def title(function: Compiled) -> str:
+    """The name of a function of a report that has several, and what tells it from the others."""
+    if function.name.endswith("_parameters"):
+        return f"{function.name}: computed once, from the parameters alone"
+    return f"{function.name}, with gradients" if function.programs > 1 else function.name
 
 
 def headline(report: Contents) -> Iterator[str]:
