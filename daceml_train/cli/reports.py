@@ -239,7 +239,7 @@ def _measured(options: argparse.Namespace, eager: bool) -> Any:
 def _compiled(
     results: tuple[Any, ...], progress: Callable[[int, int], None] | None
 ) -> tuple[Any, Callable[[], object]]:
-    """The optimized module or training step of what a factory returned, and a call; a module is called for inference."""
+    """The optimized module or training step of what a factory returned, and a call; a module runs without gradients."""
     import daceml_train as dt
 
     if len(results) == 2:
