@@ -188,10 +188,9 @@ def current(function: str, keywords: Mapping[str, Any], others: Iterable[str] = 
     for name, value in keywords.items():
         new = RENAMED.get(name, name)
         if new not in NAMES:
-            close = nearest(name, (*NAMES, *others))
-            raise Invalid(
-                f"{function} has no option {name!r}{close}", advice=f"there are {', '.join((*NAMES, *others))}"
-            )
+            every = dict.fromkeys((*NAMES, *others))
+            close = nearest(name, every)
+            raise Invalid(f"{function} has no option {name!r}{close}", advice=f"there are {', '.join(every)}")
         if new != name:
             warn(f"the option {name}", new, level)
         if new in known or (new != name and new in keywords):
