@@ -24,6 +24,7 @@ PAGES = [
     "docs/guide/pipelines.md",
     "docs/guide/sdfg.md",
     "docs/guide/search.md",
+    "docs/guide/training-step.md",
     "docs/guide/vscode.md",
     "docs/guide/writing-a-pass.md",
     "docs/guide/writing-an-operator.md",
