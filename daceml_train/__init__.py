@@ -61,7 +61,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = f"; it is {__name__}.debug.{name}" if name in ("explain", "bisect") else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     try:
         value = getattr(importlib.import_module(_HOME[name]), name)
     except (ImportError, AttributeError) as error:

@@ -24,7 +24,7 @@ from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import TrainingStep
 from daceml_train.errors import DacemlError, Invalid
 from daceml_train.frontends.torch.capture.capture import capture
-from daceml_train.frontends.torch.dynamo.graph_breaks import explained
+from daceml_train.frontends.torch.dynamo.graph_breaks import DECIDED, explained
 from daceml_train.frontends.torch.dynamo.tracing import reason, traced, tracing
 from daceml_train.graph.graph import Graph
 from daceml_train.passes.base import Match
@@ -34,6 +34,7 @@ _ADVICE = (
     (
         (
             "generic_jump",
+            DECIDED,
             "data-dependent",
             "data dependent",
             "jump on",

@@ -45,7 +45,8 @@ def check_module(what: str, model: Any) -> None:
     if isinstance(model, type) and issubclass(model, torch.nn.Module):
         raise Invalid(f"{what} takes a module, given {given_as(model)}", advice=f"make one: {model.__name__}(...)")
     if not isinstance(model, torch.nn.Module):
-        raise Invalid(f"{what} takes a torch.nn.Module, given {given_as(model)}")
+        advice = "give it step.model" if isinstance(getattr(model, "model", None), torch.nn.Module) else ""
+        raise Invalid(f"{what} takes a torch.nn.Module, given {given_as(model)}", advice=advice)
     if isinstance(model, torch.jit.ScriptModule):
         advice = "give it the module that it was made of"
         raise Invalid(f"{what} takes a module that runs in Python, given one of torch.jit", advice=advice)

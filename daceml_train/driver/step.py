@@ -127,7 +127,8 @@ class TrainingStep(UserUpdates):
         name = type(self.model).__name__
         loss = "the model's own loss" if self.loss is None else getattr(self.loss, "__name__", type(self.loss).__name__)
         kinds = len(self._in_pieces)
-        runs = f", in pieces for {kinds} kind{'s' * (kinds != 1)} of arguments" if kinds else ""
+        how = "in pieces" if all(paths.refused for paths in self.paths.values()) else "along paths"
+        runs = f", {how} for {kinds} kind{'s' * (kinds != 1)} of arguments" if kinds else ""
         return f"<{type(self).__name__} of {name}, {loss}, {type(self.optimizer).__name__}{runs}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from daceml_train import logs
 from daceml_train.codegen.compiler import compiler_command, run
 from daceml_train.errors import CompilerError, DacemlError
 from daceml_train.storage.files import replace, sealed, unsealed
@@ -87,6 +88,7 @@ def _compile(source: Path, compiler: list[str], path: Path) -> bool:
     """Compiles next to `path` under a temporary name, and renames: a reader never sees a partial library."""
     try:
         with locked(path.parent) as folder:
+            logs.event(logs.KERNELS, f"the native executor is built, once per version of PyTorch: {path.name}")
             library = folder / path.name
             _output([*compiler, *_compile_flags(), str(source), *_link_flags(), "-o", str(library)])
             replace(path, sealed(library.read_bytes(), path.name), 0o700)

@@ -79,6 +79,8 @@ def test_public_name(name: str) -> None:
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'explain'; it is daceml_train.debug.explain"):
+        daceml_train.explain  # noqa: B018
     with pytest.raises(AttributeError, match="has no attribute 'optimise'"):
         daceml_train.optimise  # noqa: B018
 

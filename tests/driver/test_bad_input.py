@@ -213,9 +213,16 @@ class Locking(nn.Linear):
             return super().forward(x)
 
 
+class Deciding(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 2 if float(y.sum()) > 0 else y
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
+        (Deciding, r"a Python decision on a tensor's value \(at test_bad_input.py:\d+\)"),
         (
             Replacing,
             r"a tensor whose memory is replaced \(x\.data = \.\.\.\); x\.data\.copy_\(\.\.\.\) keeps the memory",
@@ -229,6 +236,7 @@ def test_a_reason_is_one_sentence_without_hints(kind: type[nn.Linear], reason: s
     step(torch.randn(2, 4), torch.randn(2, 4))
     assert re.match(reason, step.breaks[0].removeprefix("Unsupported: ")), step.breaks
     assert not any("\n" in text or "Hint" in text for text in step.breaks)
+    assert repr(step).endswith(f"{'along paths' if kind is Deciding else 'in pieces'} for 1 kind of arguments>")
 
 
 def test_not_a_number_stays_one() -> None:

@@ -151,6 +151,7 @@ ARGUMENTS: list[tuple[Callable[[], object], str]] = [
     (lambda: _new(loss=nn.MSELoss), "loss must be callable or None, given the class MSELoss itself; pass MSELoss()"),
     (lambda: _new(optimizer=torch.optim.SGD), "must be a torch.optim.Optimizer, given the class SGD itself"),
     (lambda: dt.debug.explain(nn.Linear), "explain takes a module, given the class Linear itself"),
+    (lambda: dt.debug.bisect(_new(), torch.ones(2)), "given TrainingStep; give it step.model"),  # type: ignore[arg-type]
     (lambda: dt.debug.bisect(None, torch.ones(2)), "bisect takes a torch.nn.Module, given NoneType"),  # type: ignore[arg-type]
     (lambda: dt.debug.bisect(nn.Linear(3, 2), torch.ones(2, 3), folder=3), "folder is a path, given 3"),  # type: ignore[arg-type]
     (lambda: dt.debug.bisect(nn.Linear(3, 2), code=3), "code is True or False, given 3"),  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,15 @@ def _install() -> None:
     translators.log_graph_break = log
 
 
+DECIDED = "a Python decision on a tensor's value"
+_OF_A_NUMBER = re.compile(r"guard on data-dependent expression .*\bzuf\d")
+"""What TorchDynamo says of a comparison of `float(tensor)`, whose symbols begin with these letters."""
+
+
 def explained(text: str) -> str | None:
     """A text of TorchDynamo's as one sentence with its explanation, without hints; None if it has no explanation."""
+    if text.startswith("generic_jump") or _OF_A_NUMBER.search(text):
+        return DECIDED
     lines = [line.strip() for line in text.strip().splitlines()]
     found = next((line for line in lines if line.startswith("Explanation:")), None)
     return None if found is None else f"{lines[0]}: {found.removeprefix('Explanation:').strip().rstrip('.')}"

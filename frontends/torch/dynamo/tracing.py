@@ -298,7 +298,8 @@ def reason(error: BaseException, ours: bool = False) -> str:
         cause = following
     kind = "" if isinstance(cause, DacemlError) else f"{type(cause).__name__}: "
     paragraph = str(cause).strip().split("\n\n")[0]
-    text = kind + (graph_breaks.explained(paragraph) or paragraph)
+    explained = graph_breaks.explained(paragraph)
+    text = explained if explained == graph_breaks.DECIDED else kind + (explained or paragraph)
     if isinstance(cause, TorchRuntimeError) and (raised := _RAISED.search(str(cause))):
         text = f"{raised[1]}: {raised[3]}"
     text = f"{INTERNAL}, {text}" if ours and internal(cause) else text
