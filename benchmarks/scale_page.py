@@ -107,8 +107,8 @@ def _many() -> Iterator[str]:
         f"Arithmetic, not a measurement. Links of {LINK.alpha * 1e6:g} us and {LINK.bandwidth / 1e9:g} GB/s are "
         f"assumed, a standard deviation of {LINK.jitter:.0%} of each rank's computing time, and the seconds of a step "
         "that the first columns give. Efficiency is the time on one rank as a share of that on all of them, each with "
-        "as many rows, with the size of buckets that takes the least time. In all three, the backward pass hides the "
-        "messages, so only the slowest rank's jitter is lost, which is the same share of each.\n"
+        "as many rows, with the size of buckets that takes the least time. In all three, backward pass and update hide "
+        "the messages, so only the slowest rank's jitter is lost, which is the same share of each.\n"
     )
     yield f"| network | forward, backward, update, ms | gradients, MB | {' | '.join(f'{n:,} ranks' for n in MANY)} |"
     yield f"|---|---|---|{'---|' * len(MANY)}"
