@@ -175,13 +175,14 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _roofline(options: argparse.Namespace) -> int:
+    from daceml_train.reporting.numbers import counted
     from daceml_train.runtime.roofline import machine
     from daceml_train.storage.folders import cache_folder
 
     say("measuring bandwidth and peak")
     found = machine(cache_folder(), again=options.again)
     say("")
-    print(f"{found.processor}, {found.threads} threads")
+    print(f"{found.processor}, {counted(found.threads, 'thread')}")
     print(f"  copy bandwidth  {found.bandwidth / 1e9:8.1f} GB/s")
     print(f"  peak            {found.peak / 1e9:8.1f} GFLOP/s")
     print(f"  memory bounds what does less than {found.balance:.1f} operations per byte")

@@ -17,7 +17,7 @@ from typing import Any
 from daceml_train.errors import Invalid
 from daceml_train.lowering.lanes import Task, bound, shortest
 from daceml_train.reporting.model import Launched
-from daceml_train.reporting.numbers import seconds_text
+from daceml_train.reporting.numbers import counted, seconds_text
 
 GRAIN = {"kernel": 32768, "call": 65536}
 """Operations per thread below which a kernel, or a library call, does not scale."""
@@ -89,7 +89,7 @@ class Simulated:
 
     def lines(self, processor: Processor) -> Iterator[str]:
         """A table."""
-        yield f"{self.launches} launches on {processor.cores} cores, simulated"
+        yield f"{counted(self.launches, 'launch', 'launches')} on {counted(processor.cores, 'core')}, simulated"
         rows = ("all cores, in order", self.all_cores), ("best number each, in order", self.best_each)
         for name, seconds in (*rows, ("side by side", self.lanes), ("bound", self.bound)):
             ratio = self.all_cores / seconds if seconds else 1.0

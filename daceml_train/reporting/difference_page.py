@@ -8,7 +8,7 @@ from typing import Any
 
 from daceml_train.reporting import page, picture, tables
 from daceml_train.reporting.difference import Difference
-from daceml_train.reporting.numbers import bytes_text, flops_text, seconds_text
+from daceml_train.reporting.numbers import bytes_text, counted, flops_text, seconds_text
 
 Report = Mapping[str, Any]
 """A report as its JSON has it."""
@@ -50,7 +50,7 @@ def _parts(a: Report, b: Report, names: tuple[str, str], found: Difference) -> I
 
 def _machine(machine: Mapping[str, Any]) -> str:
     return (
-        f"{machine['processor']}, {machine['threads']} threads, {machine['bandwidth'] / 1e9:.1f} GB/s, "
+        f"{machine['processor']}, {counted(machine['threads'], 'thread')}, {machine['bandwidth'] / 1e9:.1f} GB/s, "
         f"{machine['peak'] / 1e9:.0f} GFLOP/s"
     )
 

@@ -41,9 +41,9 @@ def percent(saved: float | None) -> str:
     return "" if saved is None else f"{100 * saved:.1f} %"
 
 
-def counted(count: int, thing: str) -> str:
-    """A count with its noun: `1 kernel`, `2 kernels`."""
-    return f"{count} {thing}{'' if count == 1 else 's'}"
+def counted(count: int, thing: str, things: str = "") -> str:
+    """A count with its noun: `1 kernel`, `2 kernels`; `things` is a plural that is not formed by an s."""
+    return f"{count} {thing if count == 1 else things or f'{thing}s'}"
 
 
 def seconds_text(seconds: float) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from daceml_train.reporting.model import Launched
+from daceml_train.reporting.numbers import counted
 from daceml_train.runtime.links import Link
 from daceml_train.runtime.roofline import Machine
 
@@ -98,7 +99,7 @@ class Scaling:
         """What the report says of it."""
         source = "measured launches" if self.measured else "launches at the machine's roofline"
         link = f"{self.link.alpha * 1e6:.3g} us and {self.link.bandwidth / 1e9:.3g} GB/s, jitter {self.link.jitter:.1%}"
-        yield f"simulated on {self.ranks} ranks, from {source}; links assumed: {link}"
+        yield f"simulated on {counted(self.ranks, 'rank')}, from {source}; links assumed: {link}"
         yield (
             f"  {self.seconds * 1e3:.3f} ms a step against {self.alone * 1e3:.3f} ms on one rank: efficiency "
             f"{self.efficiency:.3f} with buckets of {self.bucket / 2**20:.3g} MiB"
