@@ -27,7 +27,7 @@ from daceml_train.passes.base import without_dead_code
 from daceml_train.reporting.numbers import bytes_text
 
 MOST = 12
-"""Operators listed where a name fits several."""
+"""The most operators that are listed where a name fits several, and arrays that are named of one operator."""
 
 
 @dataclass(frozen=True)
@@ -249,5 +249,10 @@ def _bytes(graph: Graph, name: str) -> str:
 
 
 def _shown(node: Node) -> str:
-    result, read = (", ".join(f"%{name}" for name in names) for names in (node.outputs, node.inputs))
-    return f"{result} = {described(node.op)}({read})"
+    return f"{_names(node.outputs)} = {described(node.op)}({_names(node.inputs)})"
+
+
+def _names(names: Sequence[str]) -> str:
+    """Arrays by name, as many as fit on a line: an update of parameters reads dozens."""
+    shown = [f"%{name}" for name in names]
+    return ", ".join(shown if len(shown) <= MOST else [*shown[: MOST - 2], f"and {len(shown) - MOST + 2} more"])

@@ -14,13 +14,14 @@ import daceml_train as dt
 from daceml_train.analysis.phases import phases
 from daceml_train.analysis.traffic import traffic
 from daceml_train.exploration.export.page import graph_html, session_html
-from daceml_train.exploration.session.lineage import lineage
+from daceml_train.exploration.session.lineage import _shown, lineage
 from daceml_train.exploration.views.details import Sources, code_of, details
 from daceml_train.exploration.views.saved import crossings
 from daceml_train.exploration.views.sdfg import sdfg_of
 from daceml_train.exploration.views.tree import MOST, checking, hidden, tree_of
 from daceml_train.exploration.views.view import FIRST, LIMIT, view_of
 from daceml_train.graph.graph import Graph
+from daceml_train.ops.movement import Concat
 from daceml_train.ops.operator import Origin
 from daceml_train.tensor import Tensor
 from tests.timing import thread_seconds
@@ -255,3 +256,10 @@ def test_the_code_of_control_flow_is_that_of_its_bodies() -> None:
     assert "// library call: mm" in code and "sin(" in code and "cos(" in code
     names = [launch.name for launch in lineage(branching, node.outputs[0]).launches]
     assert "library call mm" in names and any(name.startswith("kernel_") for name in names)
+
+
+def test_an_operator_of_many_arrays_names_some() -> None:
+    graph = Graph("g")
+    (joined,) = graph.emit(Concat(dim=0), *(graph.input(f"x{i}", Tensor((2,))) for i in range(20)))
+    text = _shown(graph.nodes[-1])
+    assert text == f"%{joined.name} = concat({', '.join(f'%x{i}' for i in range(10))}, and 10 more)"
