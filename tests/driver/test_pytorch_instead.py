@@ -254,8 +254,8 @@ def test_steps_of_unusual_models_are_taken_in_pieces(kind: str, tmp_path: Path) 
 
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:daceml_train runs")
-def test_gradients_under_compiled_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)
+@torch._dynamo.config.patch("compiled_autograd", True)
+def test_gradients_under_compiled_autograd() -> None:
     torch.manual_seed(0)
     model = _network()
 
