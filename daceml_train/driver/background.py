@@ -115,8 +115,7 @@ class BackgroundStep(TrainingStep):
             time.sleep(0.02)
         return True
 
-    @property
-    def _compiles_updates(self) -> bool:  # type: ignore[override]
+    def _compiles_updates(self) -> bool:
         """Only where steps stay PyTorch's: until then, a call waits for no compiler."""
         return bool(self._in_pieces)
 

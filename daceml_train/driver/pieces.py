@@ -37,8 +37,6 @@ class InPieces(Clipped):
     _warned: set[str]
     faster: Faster
     fixed: bool
-    _compiles_updates = True
-    """Whether PyTorch's optimizer updates by a program where nothing else is compiled."""
     _overwritten: Sequence[int] = ()
     """The parameters that the model has changed in the forward pass of a step in pieces, by number."""
 
@@ -99,13 +97,17 @@ class InPieces(Clipped):
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
+    def _compiles_updates(self) -> bool:
+        """Whether PyTorch's optimizer updates by a program where nothing else is compiled."""
+        return True
+
     def _loss_in_pieces(self, key: Any, inputs: Any, targets: Sequence[Any], compiled: bool = True) -> torch.Tensor:
         """The loss, of the compiled model under PyTorch's autograd."""
         if self.pieces is None and compiled:
             self.pieces = self.model if _as_it_is(self.model) else optimized(self.model, self.options)
             if (state := state_of(self.pieces)) is not None:
                 state.faster.compiled = True  # the whole step is timed
-        if not compiled and self.ranks is None and self._compiles_updates:
+        if not compiled and self.ranks is None and self._compiles_updates():
             update_for(self.model, self.options)
         model = self.pieces if self.pieces is not None and compiled else self.model
         try:

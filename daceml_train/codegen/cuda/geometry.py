@@ -100,8 +100,7 @@ def _flat(loops: Loops) -> list[Geometry]:
     width, ragged = _width(loops)
     types = [a.dtype for a in loops.reads] + [a.dtype for a in loops.results]
     arrays = sum(max(2, dtype.bytes) / 4 for dtype in types)
-    while width > 1 and arrays * width > REGISTERS:  # all fragments of a thread are in registers at one time
-        width //= 2
+    width = _fitting(width, arrays, REGISTERS)  # all fragments of a thread are in registers at one time
     results = []
     for threads, w, each in ((256, width, 4), (256, width, 1), (128, width, 4), (512, width, 2), (256, width // 2, 4)):
         if w:
@@ -144,8 +143,7 @@ def _held_rows(loops: Loops, phases: Staging) -> list[Geometry]:
     """Rows that are read once and kept in registers, or, if they are too long, processed in steps."""
     (width, ragged), lanes = _width(loops), product(a.size for a in loops.lane_axes)
     values = max(1.0, _held(loops, phases))
-    while width > 1 and values * width > REGISTERS:
-        width //= 2
+    width = _fitting(width, values, REGISTERS)
     fragments = -(-lanes // width) if isinstance(lanes, int) else 0
     most = min(8, int(REGISTERS / (values * width)))
     ahead = _ahead(loops, phases, width)
@@ -196,7 +194,12 @@ def _narrowed(width: int, loops: Loops, phases: Staging) -> int:
         for columns in phases.columns:
             used = {i for v in columns.lanes for i in loops.leaves[v].inputs}
             taken = max(taken, _loaded(loops, [v for v in used if loops.leaves[v].op is None and loops.has_lanes(v)]))
-    while width > 1 and taken * width > SUMMING_REGISTERS:
+    return _fitting(width, taken, SUMMING_REGISTERS)
+
+
+def _fitting(width: int, registers: float, most: int) -> int:
+    """The most lanes per fragment, `width` at most, that so many registers per lane leave room for."""
+    while width > 1 and registers * width > most:
         width //= 2
     return width
 
