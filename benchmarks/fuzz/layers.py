@@ -415,7 +415,7 @@ def _module(draw: Draw) -> Layer | None:
     ]
     if rank == 3 and draw.shape[0] * draw.shape[1] < 16:
         options += [
-            f"nn.{kind}({d}, 3, batch_first=True{draw.pick('', ', bidirectional=True')})|self.m{{n}}(h)[0]"
+            f"nn.{kind}({d}, {draw.pick(3, 130)}, batch_first=True{draw.pick('', ', bidirectional=True')})|self.m{{n}}(h)[0]"
             for kind in ("LSTM", "GRU", "RNN")
         ]
     if rank == 3 and d % 2 == 0:

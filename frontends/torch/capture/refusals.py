@@ -33,6 +33,9 @@ _OF_TYPES = re.compile(
 _NORMALIZATIONS = re.compile(r"(layer|group|batch|instance)_?norm")
 """Calls whose attributes do not suit one element."""
 
+_UNCHECKED = re.compile(r"(gru|lstm|rnn_tanh|rnn_relu|rnn)(_cell)?$")
+"""Calls that read memory outside of operands whose shapes do not suit one another."""
+
 _SMALL = 1 << 14
 """Elements of a tensor that is tried in its own shape."""
 
@@ -58,6 +61,8 @@ def refusal(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         return ""
     function = getattr(Tensor, target, None) if isinstance(target, str) else target
     if not _computes(function):
+        return ""
+    if _UNCHECKED.match(str(getattr(function, "__name__", ""))):
         return ""
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     if _NORMALIZATIONS.search(str(getattr(function, "__name__", ""))):
