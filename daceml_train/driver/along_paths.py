@@ -32,12 +32,6 @@ KINDS = 2
 
 CHANGES_BEFORE_PATHS = 3
 """How often a step may be captured again because of what it assigned, before its calls are followed along paths."""
-
-
-class DependsOnPython(Unsupported):
-    """A step is not one program because of Python objects; it may still follow paths."""
-
-
 OUTGROWN = 8
 """After so many calls along paths in a row, the programs that others of their kind ran are forgotten."""
 

@@ -27,7 +27,7 @@ def input_tensors(captured: Captured, arguments: Sequence[Any]) -> dict[str, tor
             found[source.name] = arguments[source.position]
         elif source.kind == "number" and source.name:
             assert source.position is not None
-            found[source.name] = torch.tensor(_known(arguments[source.position]))
+            found[source.name] = torch.tensor(_known(arguments[source.position]), device="cpu")
         elif source.kind == "attribute":
             found[source.name] = source.value
     return found

@@ -221,7 +221,7 @@ class BoundStep:
                     if self.followed[-1].number:
                         self.host_positions.append(position)
             elif entry.name == SEED:
-                tensor = self.seed = torch.zeros((), dtype=torch.int64)
+                tensor = self.seed = torch.zeros((), dtype=torch.int64, device="cpu")
                 self.host_positions.append(position)
             elif entry.name in captured.draws:
                 self.draws[entry.name] = position, captured.draws[entry.name], strides

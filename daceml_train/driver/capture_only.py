@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 
 from daceml_train.driver.binding import input_tensors
@@ -20,12 +22,44 @@ from daceml_train.ops.operator import Origin
 from daceml_train.tensor import same
 
 
-class CaptureDone(Exception):
-    """Carries what Dynamo captured out of its compiled code, so that nothing runs."""
+class DependsOnPython(Unsupported):
+    """A step is not one program because of Python objects; it may still follow paths."""
 
-    def __init__(self, captured: Captured, arguments: Sequence[Any]) -> None:
-        self.captured, self.arguments = captured, arguments
+
+class CaptureDone(Exception):
+    """Carries what Dynamo captured out of its compiled code, so that nothing runs.
+
+    `sources` say where Dynamo found the arguments. `guards` and `code` are those of a capture that an earlier process
+    has made; `code` repeats what the user's code assigned, and is None if it assigned nothing.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        arguments: Sequence[Any],
+        sources: Sequence[Any] = (),
+        guards: Any = None,
+        code: types.CodeType | None = None,
+    ) -> None:
+        self.captured, self.arguments, self.sources, self.guards, self.code = captured, arguments, sources, guards, code
         super().__init__("captured")
+
+    def guarded(self, function: Any, scope: dict[str, Any]) -> tuple[Any, types.CodeType | None]:
+        """The guards of the capture, and the code that TorchDynamo generated for it.
+
+        `function` was traced with the local variables `scope`.
+        """
+        if self.guards is not None:
+            return self.guards, self.code
+        entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
+        found = next((entry for entry in entries if entry.guard_manager.check(scope)), None)
+        if found is None:
+            raise DependsOnPython("the step depends on something that its own capture changed")
+        return found.guard_manager, found.code
+
+    def with_graph(self, captured: Captured) -> CaptureDone:
+        """The same call, whose graph has become another one."""
+        return CaptureDone(captured, self.arguments, self.sources, self.guards, self.code)
 
 
 @dataclass(frozen=True)
@@ -82,6 +116,11 @@ def loss_first(captured: Captured) -> Captured:
     graph.outputs = [graph.outputs[i] for i in order]
     outputs = tuple(replace(o, index=order.index(o.index)) if o.kind == "graph" else o for o in captured.outputs)
     return replace(captured, graph=graph, outputs=outputs)
+
+
+def loss_graph(captured: Captured) -> Captured:
+    """The loss of a model that is called `model`, as a step computes it."""
+    return loss_first(inside_module(captured, "model"))
 
 
 @contextlib.contextmanager

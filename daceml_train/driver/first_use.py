@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from daceml_train.driver.bound_step import BoundStep
+from daceml_train.driver.interrupts import raise_from_handler
 from daceml_train.errors import why
 
 LOSS, UPDATE = 1e-3, 0.25
@@ -39,17 +40,21 @@ def first_use(bound: BoundStep, flat: Sequence[Any], eager: Callable[[], torch.T
     random = torch.get_rng_state()
     before = [tensor.detach().clone() for tensor in tensors]
     ours: torch.Tensor | None = None
-    refusal, after = "", before
+    failure: Exception | None
+    refusal, after, failure = "", before, None
     try:
         ours = bound.run(flat, False)
         ours = None if ours is None else ours.clone()
         after = [tensor.detach().clone() for tensor in tensors]
     except Exception as error:  # PyTorch's step raises what is wrong with the data
+        failure = error
         refusal = f"the compiled step failed: {why(error)}"
     with torch.no_grad():
         for tensor, value in zip(tensors, before, strict=True):
             tensor.copy_(value)
     torch.set_rng_state(random)
+    if failure is not None:
+        raise_from_handler(failure)
     loss = eager()
     if refusal or ours is None:
         return FirstUse(loss, refusal, refusal or f"not compared: {bound.why}")

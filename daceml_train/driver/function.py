@@ -304,7 +304,7 @@ class CompiledGraph:
         drawn = dict(zip(self.captured.draws, arguments, strict=False))
         arguments = arguments[len(drawn) :]
         by_name = input_tensors(self.captured, arguments) | drawn
-        tensors = [by_name[name] if name in by_name else torch.empty(()) for name in self.names]
+        tensors = [by_name[name] if name in by_name else torch.empty((), device="cpu") for name in self.names]
         results: list[torch.Tensor | None] = [None] * len(self.captured.graph.outputs)
         for i, cotangent in zip(sorted(self.differentiable), cotangents, strict=True):
             results[i] = cotangent

@@ -23,4 +23,13 @@ def leaving(called: Callable[..., Any], module: torch.fx.GraphModule) -> Callabl
     return call
 
 
-__all__ = ["leaving"]
+def transform_of_torch() -> str:
+    """The active transform that compiled code does not know; empty for none."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func, which PyTorch runs"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation, which PyTorch runs"
+    return ""
+
+
+__all__ = ["leaving", "transform_of_torch"]

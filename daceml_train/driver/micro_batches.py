@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 
 from daceml_train import logs
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
-from daceml_train.driver.capture_only import CapturedCall
+from daceml_train.driver.capture_only import CapturedCall, CaptureDone
 from daceml_train.driver.checking import device_of
 from daceml_train.driver.distribution import rows_of
 from daceml_train.driver.on_ranks import Sharing
@@ -27,7 +27,6 @@ from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import Loss, TrainingStep
 from daceml_train.driver.whole import Wholes
 from daceml_train.errors import Invalid, Unsupported, nearest
-from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.optimizer import SGDUpdate
 from daceml_train.training.gradients import Clipping
@@ -58,16 +57,14 @@ class _Part(TrainingStep):
     batch: tuple[Any, tuple[Any, ...]] = ((), ())
     """Inputs and targets of the batch that is split."""
 
-    def _bind_captured(
-        self, captured: Captured, arguments: Sequence[Any], flat: Sequence[Any], scope: dict[str, Any]
-    ) -> BoundStep:
+    def _bind_captured(self, done: CaptureDone, flat: Sequence[Any], scope: dict[str, Any]) -> BoundStep:
         if self.share is not None or self.idle:  # without data, no loss needs a weight
             self.counts = 1.0 if self.share is None else self.share
-            return super()._bind_captured(captured, arguments, flat, scope)
-        seen = CapturedCall.of(captured, arguments)
+            return super()._bind_captured(done, flat, scope)
+        seen = CapturedCall.of(done.captured, done.arguments)
         device = device_of(self.model, seen.tensors, flat)
         self.counts, captured, denominators = self.wholes.split(seen, *self.batch, device)
-        bound = super()._bind_captured(captured, arguments, flat, scope)
+        bound = super()._bind_captured(done.with_graph(captured), flat, scope)
         bound.share, bound.denominators = self.counts, denominators
         return bound
 

@@ -24,8 +24,9 @@ from daceml_train.driver.faster import SLOWER, SLOWER_LEVELS, FasterModule
 from daceml_train.driver.forests import Forests
 from daceml_train.driver.function import CompiledGraph
 from daceml_train.driver.goals import Differentiable, compile_differentiable
-from daceml_train.driver.gradient_modes import leaving
+from daceml_train.driver.gradient_modes import leaving, transform_of_torch
 from daceml_train.driver.inference import compile_inference
+from daceml_train.driver.interrupts import raise_from_handler
 from daceml_train.driver.native_call import needs_python
 from daceml_train.driver.optimizer_updates import update_for
 from daceml_train.driver.parallel_modules import compiled_inside, of_local_tensors, surrounded_modules
@@ -41,7 +42,7 @@ from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.capture.checkpointed import as_eager
 from daceml_train.frontends.torch.capture.copies import copied_inputs
 from daceml_train.frontends.torch.capture.stages import Stages, stages_of
-from daceml_train.frontends.torch.dynamo import graph_breaks, scalars
+from daceml_train.frontends.torch.dynamo import graph_breaks, retention, scalars
 from daceml_train.frontends.torch.dynamo.tracing import (
     describe,
     frame,
@@ -67,7 +68,8 @@ class ModuleState:
     """The state that `optimize` stores on the module it returns."""
 
     options: Settings
-    source: type[torch.nn.Module]
+    plain: torch.nn.Module
+    """The module as the user wrote it: what its methods, which may ask for `type(self)`, are called with."""
     backend: Backend
     compiled: dict[str, Callable[..., Any]]
     """The compiled form of each method of `METHODS` that the class has."""
@@ -81,10 +83,17 @@ class ModuleState:
     parts: dict[torch.nn.Module, Callable[..., Any]] | None = None
     """The compiled modules inside one that is parallel, once it was called; see `driver.parallel_modules`."""
 
-    def trace(self, module: torch.nn.Module, methods: Iterable[str]) -> None:
+    @property
+    def source(self) -> type[torch.nn.Module]:
+        """The user's class."""
+        return type(self.plain)
+
+    def trace(self, methods: Iterable[str]) -> None:
         """Compile these methods again at their next calls."""
         dynamic = self.options.dynamic
-        self.compiled = {m: traced(getattr(self.source, m), module, self.backend, dynamic=dynamic) for m in methods}
+        self.compiled = {m: traced(getattr(self.source, m), self.plain, self.backend, dynamic=dynamic) for m in methods}
+        for function in self.compiled.values():
+            retention.forget_with(self, function)
 
 
 STORM = 6
@@ -150,6 +159,7 @@ class Backend:
             self.programs[frame()] = [*recent[1 - STORM :], result]
             return leaving(result.entry if isinstance(result, CompiledGraph) else result, module)
         except Exception as error:  # training continues whatever fails in here
+            raise_from_handler(error)
             scalars.start_over()
             # Unless the arguments are at fault, whose error PyTorch raises: shapes and types are traced more leniently.
             refused = Refused(as_eager(module), functools.partial(self.break_off, why(error)))
@@ -243,8 +253,8 @@ def optimized(module: torch.nn.Module, options: Settings, backend: Backend | Non
     twin = cast(torch.nn.Module, object.__new__(type(source.__name__, (_Optimized, source), names)))
     object.__setattr__(twin, "__dict__", module.__dict__)
     backend = backend or Backend(options)
-    state = ModuleState(options, source, backend, {})
-    state.trace(twin, methods)
+    state = ModuleState(options, module, backend, {})
+    state.trace(methods)
     object.__setattr__(twin, "_daceml_train", state)
     update_for(twin, options)
     return twin
@@ -260,9 +270,9 @@ def original(module: torch.nn.Module) -> torch.nn.Module:
     state = state_of(module)
     if state is None:
         return module
-    plain = object.__new__(state.source)
-    object.__setattr__(plain, "__dict__", module.__dict__)
-    return plain
+    if state.plain.__dict__ is not module.__dict__:
+        object.__setattr__(state.plain, "__dict__", module.__dict__)
+    return state.plain
 
 
 def _entry(source: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -281,9 +291,9 @@ def _call(
     module: Any, source: Callable[..., Any], name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> Any:
     state: ModuleState = module._daceml_train
-    source = getattr(state.source, name)
+    module, source = original(module), getattr(state.source, name)
     graphs = state.backend.graphs
-    if transform := _transform():
+    if transform := transform_of_torch():
         state.backend.note(f"a call inside {transform}")
         return source(module, *arguments, **keywords)
     if name not in state.recursions:
@@ -295,7 +305,7 @@ def _call(
         return recursion(module, source, arguments, keywords, state.backend.note)
     if not same_forwards(state.forwards):
         state.forwards = {}
-        state.trace(module, list(state.compiled))
+        state.trace(list(state.compiled))
     if _gives_up(module, state, name):
         return source(module, *arguments, **keywords)
     if state.parts is None:
@@ -315,7 +325,7 @@ def _call(
     finally:
         _keep_notes(state.backend)
     if state.backend.graphs != graphs:
-        state.forwards = forwards_of(original(module).modules())
+        state.forwards = forwards_of(module.modules())
         if logs.speaks(logs.GUARDS):
             _log_guards(state, name)
     if not state.worked:
@@ -394,6 +404,9 @@ def _sdfg(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
 class _Optimized(torch.nn.Module):
     __slots__ = ()
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """The user's `__init_subclass__`, such as one that registers classes, does not hear of the twin's class."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = state_of(self)
         assert state is not None
@@ -402,15 +415,6 @@ class _Optimized(torch.nn.Module):
                 "a module from an SDFG is neither copied nor pickled", advice="save the SDFG, and call from_sdfg"
             )
         return optimized, (original(self), state.options)
-
-
-def _transform() -> str:
-    """The active transform that compiled code does not know; empty for none."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "a transform of torch.func, which PyTorch runs"
-    if torch.autograd.forward_ad._current_level >= 0:
-        return "forward-mode differentiation, which PyTorch runs"
-    return ""
 
 
 def _as_pytorch(
@@ -422,6 +426,7 @@ def _as_pytorch(
     keywords: Mapping[str, Any],
 ) -> Any:
     """The call without a compiler: PyTorch's own error for arguments that do not fit, else the result."""
+    raise_from_handler(error)
     if state.backend.alone:
         cause = error.__cause__ or getattr(error, "inner_exception", None)
         raise cause if isinstance(cause, DacemlError) else Unsupported(reason(error)) from error

@@ -41,7 +41,7 @@ class NativeCall:
     """
 
     def __init__(self, graph: Compiled, python: Callable[..., Any], backward: Callable[..., Any]) -> None:
-        probe = torch.empty(())
+        probe = torch.empty((), device="cpu")
         captured, compiled = graph.captured, graph.compiled
         sources = {source.name: source for source in captured.inputs}
         drawn = list(captured.draws)

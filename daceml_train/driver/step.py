@@ -6,24 +6,25 @@ cannot be one program runs in pieces: PyTorch's autograd and optimizer around th
 
 from __future__ import annotations
 
-import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo
 import torch.utils._pytree as pytree
 
 from daceml_train import collector, logs
-from daceml_train.driver.along_paths import DependsOnPython
+from daceml_train.driver import stored_captures
 from daceml_train.driver.binding import input_tensors, laid_out, numbers_of, results_of, sizes_of
 from daceml_train.driver.bound_optimizer import changed_step
 from daceml_train.driver.bound_step import BoundStep, has_gradient_hooks
-from daceml_train.driver.capture_only import CapturedCall, CaptureDone, as_refusal, inside_module, loss_first
+from daceml_train.driver.capture_only import CapturedCall, CaptureDone, DependsOnPython, as_refusal, loss_graph
 from daceml_train.driver.checking import check, check_tensors, device_of, loss_of, refuse_mixed_devices
 from daceml_train.driver.events import first_line
 from daceml_train.driver.goals import WholeStep, compile_step
+from daceml_train.driver.interrupts import Turns, raise_from_handler
 from daceml_train.driver.options import ScheduleKind
 from daceml_train.driver.records import Record
 from daceml_train.driver.recursion import recursion_of
@@ -33,6 +34,7 @@ from daceml_train.driver.user_updates import UserUpdates
 from daceml_train.errors import BudgetInfeasible, DeviceMismatch, Invalid, NotCompiled, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured, capture
 from daceml_train.frontends.torch.dynamo import data_sizes, floats, packed
+from daceml_train.frontends.torch.dynamo.stored_guards import sources_of
 from daceml_train.frontends.torch.dynamo.tracing import (
     describe,
     failing_guard,
@@ -50,7 +52,7 @@ from daceml_train.runtime.gpu.cuda_graph import CudaGraphs
 from daceml_train.runtime.ranks import RankError
 from daceml_train.training.gradients import SCALER, Clipping
 from daceml_train.training.joint import Trained, joint_graph
-from daceml_train.training.optimizers import makes_its_state, number_types, ready, update_of
+from daceml_train.training.optimizers import makes_its_state, number_types, ready, update_of, whole_or_none
 from daceml_train.training.user_update import reads_gradients
 
 Loss = Callable[..., torch.Tensor]
@@ -114,7 +116,7 @@ class TrainingStep(UserUpdates):
         self._changed: dict[Any, str] = {}
         """Per kind of arguments what the last step assigned that its own capture depends on."""
         self._warned: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = Turns("a training step")
         self._hooks: list[int] | None = None
         self.arenas: dict[Device, AnyArena] = {}
         """The arena per device, shared by all programs of the step, which run one after the other."""
@@ -247,11 +249,8 @@ class TrainingStep(UserUpdates):
             return looking.seen(inputs, *targets)
         with self._lock, torch.enable_grad(), as_refusal(self.model, (inputs, *targets)):
             self._watch_hooks()
-            try:
-                self._call_traced(inputs, targets)
-            except CaptureDone as stop:
-                return CapturedCall.of(stop.captured, stop.arguments)
-        raise Unsupported("the step captured no tensor operation")
+            done = self._capture(inputs, targets)
+        return CapturedCall.of(done.captured, done.arguments)
 
     # ---- binding ------------------------------------------------------------------------------------------------
     def _objective(self, inputs: Any, *targets: Any) -> torch.Tensor:
@@ -284,15 +283,11 @@ class TrainingStep(UserUpdates):
         scope = {"self": self, "inputs": inputs, "targets": targets}
         captures = self._captures
         try:
-            self._call_traced(inputs, targets)
-        except CaptureDone as stop:
-            captured, arguments = stop.captured, stop.arguments
+            done = self._capture(inputs, targets)
         except Exception as error:
+            raise_from_handler(error)
             refuse_mixed_devices(self.model, flat)
             self._break(key, error)
-            return None
-        else:
-            self._break(key, Unsupported("the step captured no tensor operation"))
             return None
         if self._captures > captures and (changed := self._changed.get(key)):
             self._changes[key] = self._changes.get(key, 0) + 1  # an attribute set once is not a counter
@@ -304,19 +299,22 @@ class TrainingStep(UserUpdates):
                 return None
         try:
             with collector.paused():
-                bound = self._bind_captured(captured, arguments, flat, scope)
+                bound = self._bind_captured(done, flat, scope)
         except (BudgetInfeasible, DeviceMismatch, NotCompiled, RankError):
             raise
         except DependsOnPython as error:
             self._break(key, error)
             return None
         except Exception as error:  # of this graph, which a path would be as well
+            raise_from_handler(error)
             self._without_paths.add(key)
             self._break(key, error, ours=True)
             return None
         if logs.speaks(logs.GUARDS):
             for condition in guards(self._code.__code__):
                 logs.event(logs.GUARDS, f"training step of {type(self.model).__name__}: {condition}")
+        if not bound.step.by_user:
+            stored_captures.keep(self, done, bound.effects, scope)
         while len(self._bound) >= KEPT_BINDINGS:
             del self._bound[next(iter(self._bound))]
         self._bound[key] = [bound, *self._bound.get(key, [])[: WAYS - 1]]
@@ -328,28 +326,35 @@ class TrainingStep(UserUpdates):
         """Whether what the values of arguments select is computed before the program."""
         return self.whole_batches and self.ranks is None and self.options.dynamic is not True
 
-    def _call_traced(self, inputs: Any, targets: tuple[Any, ...]) -> None:
-        randomness = self.options.randomness
+    def _capture(self, inputs: Any, targets: tuple[Any, ...]) -> CaptureDone:
+        """The call as a graph: traced, unless an earlier process has made the same trace."""
+        randomness, scope = self.options.randomness, {"self": self, "inputs": inputs, "targets": targets}
+        if (known := stored_captures.load(self, scope)) is not None:
+            return known
         with self._capturing(), data_sizes.admitted(self.selects), packed.admitted(self.selects, randomness):
-            floats.traced(lambda: self._traced(self, inputs, *targets), randomness == "seeded")
+            try:
+                floats.traced(lambda: self._traced(self, inputs, *targets), randomness == "seeded")
+            except CaptureDone as done:
+                return done
+        raise Unsupported("the step captured no tensor operation")
 
     def _collect(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend that captures, and stops instead of running, unless the loss is already known."""
-        captured = loss_first(
-            inside_module(capture(module, examples, self.options.randomness, select=self.selects), "model")
-        )
-        captured.graph.name = "training_step"
+        captured = loss_graph(capture(module, examples, self.options.randomness, select=self.selects))
+        captured.graph.name, sources = "training_step", sources_of(module)
         self._captures += 1
         if self._known is None and logs.speaks(logs.RECOMPILES) and (changed := recompilation()):
             logs.event(logs.RECOMPILES, f"{first_line(captured.graph)}: {changed}")
 
-        def stop(*arguments: Any) -> Any:
-            if self._known is None:
-                raise CaptureDone(captured, arguments)
-            sizes = sizes_of(captured, input_tensors(captured, arguments)) | numbers_of(captured, arguments)
-            return results_of(captured, laid_out(captured, self._known, sizes), arguments)
+        step = weakref.ref(self)  # what TorchDynamo keeps as long as the traced code lives, which the step holds
+        return lambda *arguments: cast(TrainingStep, step()).answer(captured, arguments, sources)
 
-        return stop
+    def answer(self, captured: Captured, arguments: Sequence[Any], sources: Sequence[Any] = ()) -> Any:
+        """What code that TorchDynamo generated gets for its graph: an exception that carries it, or known results."""
+        if self._known is None:
+            raise CaptureDone(captured, arguments, sources)
+        sizes = sizes_of(captured, input_tensors(captured, arguments)) | numbers_of(captured, arguments)
+        return results_of(captured, laid_out(captured, self._known, sizes), arguments)
 
     def _repeat_effects(
         self, bound: BoundStep, key: Any, loss: torch.Tensor, inputs: Any, targets: tuple[Any, ...]
@@ -370,17 +375,12 @@ class TrainingStep(UserUpdates):
         self.breaks[:] = [*(text for text in self.breaks if text != why), why]  # once for all sizes, the last one last
         logs.event(logs.BREAKS, why)
 
-    def _bind_captured(
-        self, captured: Captured, arguments: Sequence[Any], flat: Sequence[Any], scope: dict[str, Any]
-    ) -> BoundStep:
-        entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(self._code.__code__)
-        found = next((entry for entry in entries if entry.guard_manager.check(scope)), None)
-        if found is None:
-            raise DependsOnPython("the step depends on something that its own capture changed")
+    def _bind_captured(self, done: CaptureDone, flat: Sequence[Any], scope: dict[str, Any]) -> BoundStep:
+        captured, (guards, code) = done.captured, done.guarded(self._code, scope)
         by_user = reads_gradients(captured.graph)
-        changes = has_effects(found.code, {"grad"} if by_user else ())
+        changes = code is not None and has_effects(code, {"grad"} if by_user else ())
         sets_gradients = by_user and self.user_step is not None and self.keep_gradients
-        effects = with_code(self._code, found.code) if changes or sets_gradients else None
+        effects = with_code(self._code, code) if code is not None and (changes or sets_gradients) else None
         further = 0 if by_user and self.user_step is None else len(captured.graph.outputs) - 1
         if further and (effects is None or not self.keeps_state):
             raise DependsOnPython(
@@ -391,7 +391,7 @@ class TrainingStep(UserUpdates):
             raise Unsupported("a module has a backward hook")
         if why := changed_step(self.optimizer):
             raise Unsupported(why)
-        by_name = self._tensors_of(input_tensors(captured, arguments))
+        by_name = self._tensors_of(input_tensors(captured, done.arguments))
         self._check_user_code(captured.graph, by_name, changes)
         given = {id(t) for t in flat}
         if any(id(t) in given and t.requires_grad for t in by_name.values()):
@@ -405,10 +405,11 @@ class TrainingStep(UserUpdates):
         wanted = ([], []) if by_user and self.user_step is not None else self._wanted(by_name, given, by_user)
         self._warn_of_nothing(bool(wanted[0]) or self.user_step is not None)
         step = self._compiled(captured, *wanted, device, further)
-        for name, entry in step.state:
-            if entry not in SCALER:
-                self._make_state(by_name[name], entry)
-        return self._bound_to(captured, step, by_name, flat, found.guard_manager, scope, effects)
+        with whole_or_none(self.optimizer.state):
+            for name, entry in step.state:
+                if entry not in SCALER:
+                    self._make_state(by_name[name], entry)
+        return self._bound_to(captured, step, by_name, flat, guards, scope, effects)
 
     def _wanted(
         self, by_name: Mapping[str, torch.Tensor], given: set[int], hooked: bool = False

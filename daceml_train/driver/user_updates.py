@@ -23,13 +23,16 @@ from daceml_train.driver.bound_step import gradient_hooks, has_gradient_hooks, h
 from daceml_train.driver.checking import forwards_of
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.operators import NAMESPACE
-from daceml_train.frontends.torch.dynamo.tracing import RECOMPILATIONS, compiled, with_own_code
+from daceml_train.frontends.torch.dynamo.tracing import RECOMPILATIONS, compiled, weakly, with_own_code
 from daceml_train.graph.graph import Graph
 from daceml_train.training.optimizers import has_update
 from daceml_train.training.user_update import UserCode, reads_gradients
 
 FIRST_STEPS = 2
 """The steps that PyTorch takes before an optimizer of the user's is traced: the second one shows what state moves."""
+
+LIMITS = {"recompile_limit": RECOMPILATIONS, "skip_nnmodule_hook_guards": True}
+"""TorchDynamo's settings while it traces a step, which compares hooks itself."""
 
 _OPTIMIZERS = os.path.dirname(torch.optim.__file__) + os.sep
 _marks = getattr(torch.ops, NAMESPACE)
@@ -77,8 +80,7 @@ class UserUpdates(AlongPaths):
         self._reading = self._reads_gradients()
         self._code = with_own_code(_with_user_code if self._reading else type(self)._objective)
         dynamic = self.options.dynamic
-        limits = {"recompile_limit": RECOMPILATIONS, "skip_nnmodule_hook_guards": True}
-        self._traced = compiled(self._code, self._collect_user_code, limits, fullgraph=True, dynamic=dynamic)
+        self._traced = compiled(self._code, weakly(self._collect_user_code), LIMITS, fullgraph=True, dynamic=dynamic)
 
     def _hooked(self) -> list[int]:
         """The identities of objects with hooks, of the hooks of gradients, and of what the classes of modules call."""
@@ -108,6 +110,12 @@ class UserUpdates(AlongPaths):
         if self.user_step is not None:
             return True
         return self._may_trace_user_code() and any(map(has_gradient_hooks, self._parameters()))
+
+    def as_traced(self) -> bool:
+        """Whether a trace is of the model and the loss alone, on one rank and without hooks."""
+        if self._reading or self.ranks is not None:
+            return False
+        return not any(hook_tables(self._modules())) and not gradient_hooks(self._parameters())
 
     # ---- PyTorch's first steps ----------------------------------------------------------------------------------
     def _is_beginning(self) -> bool:

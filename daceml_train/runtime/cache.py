@@ -111,7 +111,9 @@ class Cache:
     def evict(self) -> None:
         """Remove what killed processes left, and the least recently used files until the cache fits its limit."""
         self.clear_left()
-        found = (f for kind in ("programs", "kernels") for f in (self.folder / kind).glob("*") if f.is_file())
+        found = (
+            f for kind in ("programs", "kernels", "captures") for f in (self.folder / kind).glob("*") if f.is_file()
+        )
         files = [file for file in found if not file.name.startswith(TURN)]
         status = []
         for file in files:
@@ -129,7 +131,7 @@ class Cache:
 
     def clear_left(self) -> int:
         """Remove what processes were building or writing when they were killed; return the bytes that were freed."""
-        places = [self.folder, *(self.folder / kind for kind in ("programs", "kernels", "native"))]
+        places = [self.folder, *(self.folder / kind for kind in ("programs", "kernels", "captures", "native"))]
         for place in places:
             clear_turns(place)
         return sum(clear_dead(place) + clear_partial(place) for place in places)
@@ -137,7 +139,7 @@ class Cache:
     def clear(self) -> int:
         """Remove what this package wrote and no other file in the folder; return the bytes that were freed."""
         left = clear_partial(self.folder, age=0)
-        own = [self.folder / name for name in ("programs", "kernels", "native", "steps")]
+        own = [self.folder / name for name in ("programs", "captures", "kernels", "native", "steps")]
         files = [f for folder in own if folder.exists() for f in folder.rglob("*") if f.is_file()]
         measured = self.products, self.shapes, self.threads, self.threads.with_name("lanes.json"), self.schedules
         files += [file for file in measured if file.exists()]

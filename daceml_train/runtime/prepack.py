@@ -63,7 +63,7 @@ def packed(entry: ProgramInput, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     weight = tensor.detach()
     if tuple(weight.stride()) != entry.strides:
-        weight = torch.empty_strided(entry.shape, entry.strides, dtype=weight.dtype).copy_(weight)
+        weight = torch.empty_strided(entry.shape, entry.strides, dtype=weight.dtype, device="cpu").copy_(weight)
     seen = weight.as_strided(packing.shape, packing.strides, weight.storage_offset() + packing.offset)
     result: torch.Tensor = getattr(torch.ops.mkldnn, packing.target)(seen, *packing.arguments)
     return result

@@ -236,7 +236,7 @@ class Ranks:
     # ---- what ranks say -----------------------------------------------------------------------------------------
     def _send(self, state: int, digest: int = 0, rows: int = 0, numbers: int = 0) -> None:
         table = torch.zeros((self.size, _COLUMNS), dtype=torch.int64, device=self.device)
-        table[self.rank] = torch.tensor([state, digest, rows, numbers])
+        table[self.rank] = torch.tensor([state, digest, rows, numbers], device="cpu")
         self._begun, self._sent = True, (table, dist.all_reduce(table, group=self.group, async_op=True))
 
     def _tell(self, error: BaseException) -> None:

@@ -59,7 +59,7 @@ def machine(folder: Path | None = None, again: bool = False) -> Machine:
 
 def bandwidth(copied: int = COPIED) -> float:
     """Bytes per second read and written by the fastest of several copies."""
-    source = torch.ones(copied // 4)
+    source = torch.ones(copied // 4, device="cpu")
     target = torch.zeros_like(source)
     return 2 * copied / best(lambda: target.copy_(source))
 

@@ -44,7 +44,7 @@ def same_matmul(name: str, matrices: Sequence[Matrix], threads: int, count: int)
 
     def run() -> list[torch.Tensor]:
         out = tensors[0]
-        given = [torch.empty_strided(out.shape, out.stride(), dtype=out.dtype).copy_(out), *tensors[1:]]
+        given = [torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="cpu").copy_(out), *tensors[1:]]
         plan.run(given)
         return given[:1]
 
@@ -107,5 +107,5 @@ def _random(matrix: Matrix, generator: torch.Generator) -> torch.Tensor:
     dtype, sizes, strides = matrix
     extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     extent = extent if math.prod(sizes) else 1
-    memory = torch.rand(max(extent, 1), generator=generator, dtype=torch.float32).sub_(0.5).to(dtype)
+    memory = torch.rand(max(extent, 1), generator=generator, dtype=torch.float32, device="cpu").sub_(0.5).to(dtype)
     return memory.as_strided(sizes, strides)

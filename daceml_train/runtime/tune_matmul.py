@@ -149,9 +149,9 @@ def measure(product: MatmulShape) -> Way:
     product = product.part()
     a = _matrix((product.rows, product.inner), product.a)
     b = _matrix((product.inner, product.columns), product.b)
-    out = torch.empty(product.rows, product.columns)
+    out = torch.empty(product.rows, product.columns, device="cpu")
     shape = (product.columns,) if product.added == "row" else (product.rows, product.columns)
-    added = None if product.added == "nothing" else torch.zeros(shape)
+    added = None if product.added == "nothing" else torch.zeros(shape, device="cpu")
 
     def blas() -> None:
         if added is None:
@@ -213,4 +213,4 @@ def _dense(strides: tuple[int, int], sizes: tuple[int, int], others: tuple[int, 
 
 def _matrix(sizes: tuple[int, int], strides: tuple[int, int]) -> torch.Tensor:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return torch.zeros(max(extent, 1)).as_strided(sizes, strides)
+    return torch.zeros(max(extent, 1), device="cpu").as_strided(sizes, strides)

@@ -6,10 +6,11 @@ learning-rate schedulers continue to work.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,13 +228,32 @@ def _number_type() -> torch.dtype:
     return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
 
 
+@contextlib.contextmanager
+def whole_or_none(state: MutableMapping[Any, dict[str, Any]]) -> Iterator[None]:
+    """Make entries of an optimizer's state: where this fails, no parameter has some of them, which PyTorch would not
+    complete.
+    """
+    before = {key: dict(entries) for key, entries in state.items() if isinstance(entries, dict)}
+    known = set(state)
+    try:
+        yield
+    except BaseException:
+        for key in set(state) - known:
+            del state[key]
+        for key, entries in before.items():
+            state[key].clear()
+            state[key].update(entries)
+        raise
+
+
 def initial_state(
     name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer, size: int | None = None
 ) -> torch.Tensor:
     """An entry of a parameter's state before the first step, or a shard of it of `size` elements."""
     if name in SCALARS:
         start = {"step": 0.0, "mu_product": 1.0, "mu": 1.0}
-        return torch.tensor(start[name] if name in start else _rate(parameter, optimizer), dtype=_number_type())
+        value = start[name] if name in start else _rate(parameter, optimizer)
+        return torch.tensor(value, dtype=_number_type(), device="cpu")  # whatever the default device is
     value = initial_value(name, parameter, optimizer)
     if size is not None:
         return parameter.detach().new_full((size,), value)

@@ -11,7 +11,7 @@ from benchmarks.fuzz.view_checking import check, differences, shrunk
 from benchmarks.fuzz.view_programs import ViewProgram, random_program
 from benchmarks.fuzz.view_steps import ViewStep, random_step
 from benchmarks.fuzz.view_sweep import program_of, way_of
-from daceml_train.driver import binding, step
+from daceml_train.driver import binding, capture_only
 from daceml_train.frontends.torch.dynamo import versions
 
 COLUMN = ViewProgram(0, (3, 4), ("plain", "plain"), ("v0 = x * w", "v0.t()[2].add_(1.0)"), ("v0", "v0[0]"))
@@ -124,7 +124,7 @@ def test_a_loss_that_is_a_part_of_what_is_kept(way: str) -> None:
 @pytest.mark.compiled
 def test_a_wrong_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss differentiated as the whole of the kept tensor's memory."""
-    monkeypatch.setattr(step, "loss_first", lambda captured: captured)
+    monkeypatch.setattr(capture_only, "loss_first", lambda captured: captured)
     assert "w of step 0" in check(PART, "step").wrong
 
 

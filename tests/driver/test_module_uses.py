@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import daceml_train as dt
+from daceml_train.driver.module import state_of
 from tests.driver.conformity import assert_compiled, assert_tensors_conform, gradients
 from tests.driver.modules import assert_same_behavior, close
 from tests.driver.networks import mlp
@@ -346,3 +349,67 @@ def test_gradients_that_a_forward_pass_leaves_disabled_or_enabled(enabled: bool)
         with torch.set_grad_enabled(not enabled):
             assert module(torch.ones(1, 2)).requires_grad is not enabled
             assert torch.is_grad_enabled() is enabled
+
+
+def test_the_module_that_runs_is_of_the_users_class() -> None:
+    """Also where it asks for its class, counts on it, or compares itself with what it keeps."""
+    registry: list[str] = []
+
+    class Base(nn.Module):
+        def __init_subclass__(cls, **keywords: Any) -> None:
+            super().__init_subclass__(**keywords)
+            registry.append(cls.__name__)
+
+    class Square(Base):
+        total = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.me = nn.Linear(4, 4), [self]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            type(self).total += 1
+            h = self.last(x)
+            h = h if type(self) is Square else h * 2
+            return h if self.me[0] is self else h * 3
+
+    torch.manual_seed(0)
+    theirs = Square()
+    ours = dt.optimize(theirs)
+    x = torch.randn(3, 4)
+    for calls in range(1, 4):
+        torch.testing.assert_close(ours(x), F.linear(x, theirs.last.weight, theirs.last.bias))
+        assert Square.total == calls
+    assert registry == ["Square"]
+    assert isinstance(ours, Square)
+
+
+@pytest.mark.parametrize("way", ["step", "optimize", "sequential"])
+def test_what_is_dropped_is_freed(way: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x)
+
+    def one() -> list[Any]:
+        model = Net() if way != "sequential" else Net().body
+        x, y = torch.randn(4, 8), torch.randint(0, 2, (4,))
+        if way == "step":
+            step = dt.training_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters()))
+            for _ in range(2):
+                step(x, y)
+            return [weakref.ref(model), weakref.ref(step)]
+        ours = dt.optimize(model)
+        for _ in range(2):
+            F.cross_entropy(ours(x), y).backward()
+        state = state_of(ours)
+        assert state is not None
+        return [weakref.ref(model), weakref.ref(ours), weakref.ref(state.backend)]
+
+    found = [reference for _ in range(3) for reference in one()]
+    one()  # TorchDynamo remembers the last
+    gc.collect()
+    assert [reference() for reference in found] == [None] * len(found)

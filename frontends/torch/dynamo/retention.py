@@ -16,6 +16,7 @@ from collections import deque
 from typing import Any
 
 import torch._dynamo.guards
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.utils import get_metrics_context
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -43,6 +44,17 @@ def _bound() -> None:
     names = getattr(torch._dynamo.guards, "code_framelocals_names_reversed_cached", None)  # since PyTorch 2.12
     if names is not None and names.cache_info().currsize > CODES:
         names.cache_clear()
+
+
+def forget_with(owner: object, function: Any) -> None:
+    """Let go of what TorchDynamo compiled of a function, as `compiled` returned it, when `owner` dies.
+
+    TorchDynamo keeps it with the code, where Python's search for cycles does not find it: a program that reaches the
+    code in some way would stay for ever.
+    """
+    code = getattr(getattr(function, "_torchdynamo_orig_callable", None), "__code__", None)
+    if code is not None:
+        weakref.finalize(owner, reset_code, code).atexit = False
 
 
 class _BoundedTraces(Traces):

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import re
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ from daceml_train.frontends.torch.dynamo import (
     scalars,
     selection,
     size_limits,
+    stored_guards,
     texts,
     versions,
 )
@@ -93,6 +95,7 @@ _PATCHES: Any = (
     dropouts,
     guard_latency,
     instance_dicts,
+    stored_guards,
 )
 """Modules that change what TorchDynamo does in traces of ours."""
 
@@ -120,7 +123,34 @@ def traced(function: Callable[..., Any], owner: object, backend: Callable[..., A
     """`torch.compile` of a method of `owner`, independent of those of all other objects of its class."""
     known = {"recompile_limit": RECOMPILATIONS, "isolate_recompiles": True}
     options |= {name: value for name, value in known.items() if name in _KNOWN}
-    return compiled(types.MethodType(with_own_code(function), owner), backend, **options)
+    method: Any = types.MethodType(with_own_code(function), owner)
+    if torch._dynamo.trace_rules.check(method):  # PyTorch's own, which TorchDynamo calls from a function that all share
+        method = with_own_code(_calling(method))
+    return compiled(method, backend, **options)
+
+
+def _calling(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return method(*arguments, **keywords)
+
+    return functools.wraps(method, updated=())(call)
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend that is a method of the object which holds the traced code, and does not keep this object alive.
+
+    TorchDynamo keeps backends with the code, where Python's search for cycles does not find them.
+    """
+    reference = weakref.WeakMethod(method)
+
+    @functools.wraps(method, updated=())
+    def call(*arguments: Any) -> Any:
+        found = reference()
+        assert found is not None
+        return found(*arguments)
+
+    del call.__wrapped__
+    return call
 
 
 def compiled(function: Callable[..., Any], backend: Callable[..., Any], limits: Any = None, **options: Any) -> Any:
@@ -128,7 +158,11 @@ def compiled(function: Callable[..., Any], backend: Callable[..., Any], limits: 
 
     A call of compiled code then costs no more than its guards.
     """
+    known = torch._dynamo.eval_frame.cached_backends
+    count = len(known)
     result = torch.compile(function, backend=backend, **options)
+    if len(known) > count:
+        known.popitem()  # kept for ever, to call `reset` of it, which none of ours has
     cells = dict(zip(result.__code__.co_freevars, result.__closure__ or (), strict=True))
     if "callback" in cells:
         whole = options.get("fullgraph") or getattr(backend, "alone", False)
