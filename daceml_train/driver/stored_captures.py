@@ -136,17 +136,17 @@ def _name(step: Capturing, scope: dict[str, Any]) -> str:
     kinds = type(step), type(step.model), type(step.loss), step.loss
     names = [f"{getattr(k, '__module__', '')}.{getattr(k, '__qualname__', '')}" for k in kinds]
     versions = [sys.version, str(sys.flags), *_installed(tuple(sys.path)), source_key(REGISTRY.values())]
-    state = torch._C._dynamo.guards.GlobalStateGuard().__getstate__()
+    state = torch._C._dynamo.guards.GlobalStateGuard()
     options = f"{step.options.randomness} {step.selects} {step.options.dynamic} {len(scope['targets'])}"
     arguments = str([_kind(leaf) for leaf in pytree.tree_leaves([scope["inputs"], *scope["targets"]])])
-    text = "\n".join([environment(), *versions, str(state), _settings(), *names, options, arguments])
+    text = "\n".join([environment(), *versions, str(state.__getstate__()), _settings(), *names, options, arguments])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _settings() -> str:
     """TorchDynamo's settings, but for texts, which are names of files; functions are known by their names."""
-    found = []
-    for name, value in sorted(torch._dynamo.config.get_config_copy().items()):
+    found, settings = [], torch._dynamo.config.get_config_copy()
+    for name, value in sorted(settings.items()):
         if isinstance(value, set | frozenset | list | tuple):
             found.append(f"{name} {sorted(getattr(each, '__qualname__', str(each)) for each in value)}")
         elif value is None or isinstance(value, bool | int | float):

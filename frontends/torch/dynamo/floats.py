@@ -125,7 +125,8 @@ def _hyperparameter(builder: Any, value: float) -> bool:
         return value > 0
     if not isinstance(source, AttrSource):
         return False
-    owner = builder.tx.output.resolve_source_value(source.base)
+    frame = builder.tx.output.root_tx
+    owner = source.base.get_value({"G": frame.f_globals, "L": frame.f_locals}, {}, {})
     if any(isinstance(owner, kind) and source.member == name for kind, name in _OF_MODULES):
         return True
     if value > 0 and any(isinstance(owner, kind) and source.member == name for kind, name in _OF_LARGE_MODULES):

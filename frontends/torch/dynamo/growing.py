@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import inspect
 import types
 from typing import Any
 
@@ -81,7 +82,7 @@ def _growing(builder: Any, value: Any) -> Any:
         if type(value) is collections.deque:
             found.maxlen = ConstantVariable.create(value.maxlen)
         found.items = [
-            LazyVariableTracker.create(item, source=GetItemSource(source, place), tx=tx)
+            LazyVariableTracker.create(item, source=GetItemSource(source, place), **_translator(tx))
             for place, item in enumerate(value)
         ]
         for item in appended:
@@ -89,6 +90,11 @@ def _growing(builder: Any, value: Any) -> Any:
 
     appended, found.read = found.appended, read
     return tx.output.side_effects.track_mutable(value, found)
+
+
+def _translator(tx: Any) -> dict[str, Any]:
+    """The translator as an argument, since PyTorch 2.13."""
+    return {"tx": tx} if "tx" in inspect.signature(LazyVariableTracker.create).parameters else {}
 
 
 def _read(found: Any) -> None:

@@ -10,14 +10,16 @@ import functools
 from typing import Any
 
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.variables.dicts import SideEffectsProxyDict
+from torch._dynamo.variables import dicts as variables
 
 from daceml_train.frontends.torch.traces import Traces
 
 
 @functools.cache
 def _install() -> None:
-    dicts: Any = SideEffectsProxyDict
+    dicts: Any = getattr(variables, "SideEffectsProxyDict", None)
+    if dicts is None:  # before PyTorch 2.12, a trace of which finds nothing by names of variables
+        return
     contains = dicts.__contains__
 
     @functools.wraps(contains)
