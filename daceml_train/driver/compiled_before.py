@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from daceml_train.runtime.cache import Cache
-from daceml_train.storage.folders import usable
+from daceml_train.storage.folders import make, usable
 
 
 def _path(cache: Cache, identity: str) -> Path:
@@ -26,8 +26,7 @@ def known(cache: Cache, identity: str) -> bool:
 def remember(cache: Cache, identity: str) -> None:
     """Note that the programs of this step are in the cache. Raises `OSError` where nothing can be written."""
     path = _path(cache, identity)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if usable(path.parent) == path.parent:
+    if usable(make(path.parent)) == path.parent:
         path.touch()
 
 

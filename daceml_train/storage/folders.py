@@ -152,7 +152,10 @@ def _dead(folder: Path) -> bool:
 
 
 def writable_folder(folder: Path) -> Path:
-    """The folder, made if need be, in which files can be written. Raises `OSError` where they cannot."""
+    """The folder, made if need be, in which files can be written. Raises `OSError` where they cannot.
+
+    It is the user's, who decides by the umask who may write there: nothing that is read from it is executed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         return folder

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from daceml_train.codegen.cpu.compile import compile_kernels, intact, load
+from daceml_train.driver.compiled_before import known, remember
 from daceml_train.errors import Invalid
 from daceml_train.runtime.cache import Cache
 from daceml_train.runtime.native_build import build
@@ -50,6 +51,17 @@ def test_new_folders_are_for_the_user_alone(tmp_path: Path) -> None:
         os.umask(before)
     assert [p.stat().st_mode & 0o777 for p in (folder.parent, folder, folder / "c")] == [0o700] * 3
     assert (folder / "c" / "file").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_steps_of_earlier_runs_are_kept_under_any_umask(tmp_path: Path) -> None:
+    before, cache = os.umask(0o002), Cache(tmp_path / "cache")
+    try:
+        for step in ("one", "other"):
+            remember(cache, step)
+    finally:
+        os.umask(before)
+    assert known(cache, "one") and known(cache, "other")
+    assert (cache.folder / "steps").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
