@@ -31,17 +31,16 @@ YOUNG = 60
 def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
     """The cache: `given`, else `$DACEML_TRAIN_CACHE`, else `daceml_train` in the user's cache folder.
 
-    Raises `Invalid` where that is no folder.
+    For a user without a home folder, as the arbitrary ones of containers, that is a folder below the temporary one.
+    Raises `Invalid` where the folder that was named is none.
     """
     named = os.environ.get(CACHE)
     if given is not None:
         folder, origin = path_of(given, "cache"), ""
     elif named:
-        folder, origin = Path(named), f" (from ${CACHE})"
+        folder, origin = path_of(named, f"${CACHE}"), f" (from ${CACHE})"
     else:
-        folder, origin = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "daceml_train", ""
-    with contextlib.suppress(RuntimeError):  # a user without a home folder
-        folder = folder.expanduser()
+        folder, origin = _default(), ""
     folder = folder.absolute()
     for place in (folder, *folder.parents):
         if place.is_dir():
@@ -49,6 +48,13 @@ def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
         if place.exists() or place.is_symlink():
             raise Invalid(f"the cache {folder}{origin} is not a folder: {place} is a file", advice="name another one")
     return folder
+
+
+def _default() -> Path:
+    try:
+        return (Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "daceml_train").expanduser()
+    except RuntimeError:  # no $HOME, and no entry in the list of users: all runs of this user number share one
+        return Path(tempfile.gettempdir()) / f"daceml_train-{os.geteuid()}"
 
 
 def make(folder: Path) -> Path:

@@ -10,11 +10,14 @@ from daceml_train.errors import Invalid
 
 
 def path_of(given: Any, what: str) -> Path:
-    """The path that a user gave for `what`. Raises `Invalid` for anything else, and for an empty text."""
+    """The path that a user gave for `what`. Raises `Invalid` for anything else, an empty text, a `~` of nobody."""
     if not isinstance(given, str | os.PathLike) or isinstance(os.fspath(given), bytes) or not os.fspath(given):
         raise Invalid(f"{what} is a path, given {given!r}")
     path = Path(given)
-    return path.expanduser() if path.parts[:1] and path.parts[0].startswith("~") else path
+    try:
+        return path.expanduser() if path.parts[:1] and path.parts[0].startswith("~") else path
+    except RuntimeError:
+        raise Invalid(f"{what} is {given}, and {path.parts[0]} has no home folder", advice="name it in full") from None
 
 
 def file_of(given: Any, what: str) -> Path:

@@ -168,6 +168,36 @@ def test_the_home_folder_is_expanded_wherever_the_cache_is_named(
     assert cache_folder() == tmp_path / "c" / "daceml_train"
 
 
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A user number without an entry in the list of users, and without $HOME, in an empty folder."""
+
+    def unknown(*_: object) -> None:
+        raise KeyError("getpwuid(): uid not found")
+
+    for name in ("HOME", "XDG_CACHE_HOME", folders.CACHE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_user_without_a_home_folder_has_the_cache_in_the_temporary_one(homeless: Path) -> None:
+    folder = cache_folder()
+    assert folder == homeless / "temporary" / f"daceml_train-{os.geteuid()}"
+    assert usable(folder) == folder and folder.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in homeless.iterdir()] == ["temporary"]
+
+
+def test_a_cache_in_a_home_folder_that_nobody_has_is_refused(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Invalid, match="cache is ~/a, and ~ has no home folder; name it in full"):
+        cache_folder("~/a")
+    monkeypatch.setenv(folders.CACHE, "~/b")
+    with pytest.raises(Invalid, match="DACEML_TRAIN_CACHE is ~/b, and ~ has no home folder"):
+        cache_folder()
+
+
 def test_what_a_killed_build_left_is_cleared(tmp_path: Path) -> None:
     kernels = make(tmp_path / "kernels")
     script = (
