@@ -6,6 +6,7 @@ only the owner and the permissions tell who may have written it.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import warnings
@@ -44,7 +45,13 @@ def _own(place: Path, status: os.stat_result) -> str:
 
 
 def warn_once(message: str) -> None:
-    """A warning about the cache, shown once per process."""
-    if message not in _warned:
-        _warned.add(message)
+    """A warning about the cache, shown once per process; where warnings are errors, it is logged as one."""
+    if message in _warned:
+        return
+    _warned.add(message)
+    try:
         warnings.warn(message, stacklevel=2)
+    except UserWarning:
+        # `-W error` is meant for what a program does wrong. Here only time is lost, and whoever warns is about to go on
+        # without the cache; raised, it would end one compilation, as a defect of this package, and not the next.
+        logging.getLogger("daceml_train").error("%s", message)

@@ -245,3 +245,15 @@ def test_a_failed_write_leaves_nothing_and_warns(tmp_path: Path, monkeypatch: py
         warnings.simplefilter("error")  # said once
         keep(tmp_path / "file", b"content")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_warnings_are_errors_the_cache_logs_them_and_compilation_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make(tmp_path / "kernels")
+    folder.chmod(0o777)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert usable(folder) == usable(folder) != folder
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and "cannot use its cache" in record.message
