@@ -13,9 +13,11 @@ import os
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 
 from daceml_train.errors import CompilerError, Rejected
+from daceml_train.storage.interruption import Interrupted, interrupted, works_for_another
 from daceml_train.storage.time_limits import seconds_of
 
 TIMEOUT = "DACEML_TRAIN_COMPILER_TIMEOUT"
@@ -27,6 +29,9 @@ _LACKS = tuple(
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.EIO)
 )
 """What a compiler prints when the machine lacks space, memory, processes, or files."""
+
+LOOK = 0.1
+"""Seconds between two looks of a thread whether the call that it works for was interrupted."""
 
 _hung: dict[str, str] = {}
 """Compiler -> the message of its timeout."""
@@ -40,8 +45,8 @@ def compiler_command(compiler: str | None = None) -> list[str]:
 def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run a command to its end and return what it printed, whatever its exit status.
 
-    Raises `OSError` if it cannot be started, `CompilerError` if it exceeds the limit. No process that the command
-    started survives this function.
+    Raises `OSError` if it cannot be started, `CompilerError` if it exceeds the limit, `Interrupted`. No process
+    that the command started survives these.
     """
     if command[0] in _hung:
         raise CompilerError(_hung[command[0]])
@@ -56,7 +61,7 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         start_new_session=True,  # a group of its own: a driver such as g++ starts the compiler and the assembler
     )
     try:
-        out, err = process.communicate(timeout=limit)
+        out, err = _printed(process, limit)
     except subprocess.TimeoutExpired:
         _hung[command[0]] = (
             f"the compiler {command[0]!r} did not end within {limit:g} s and was stopped; name one that works in $CXX, "
@@ -69,6 +74,22 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _printed(process: subprocess.Popen[str], limit: float) -> tuple[str, str]:
+    """What a process prints on its output and as errors until its end. Raises `TimeoutExpired`, or `Interrupted`."""
+    if not works_for_another():
+        return process.communicate(timeout=limit)
+    end = time.monotonic() + limit
+    while True:
+        left = end - time.monotonic()
+        try:
+            return process.communicate(timeout=min(left, LOOK))
+        except subprocess.TimeoutExpired:
+            if interrupted():
+                raise Interrupted from None
+            if left <= LOOK:
+                raise
 
 
 def failure(result: subprocess.CompletedProcess[str], what: str) -> CompilerError:

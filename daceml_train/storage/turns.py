@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from daceml_train.errors import Invalid
+from daceml_train.storage.interruption import pause
 from daceml_train.storage.remote import fetch, store
 from daceml_train.storage.time_limits import seconds_of
 from daceml_train.storage.trust import warn_once
@@ -111,7 +112,7 @@ def _ask(lock: Path, file: int) -> Turn:
 
 def _wait(lock: Path, file: int, name: str, limit: float) -> Turn:
     """Whose turn it is once the process that builds has ended its turn or died, or the limit is over."""
-    start, pause = time.monotonic(), _PAUSES[0]
+    start, seconds = time.monotonic(), _PAUSES[0]
     while (state := _ask(lock, file)) is Turn.BUSY:
         if time.monotonic() - start >= limit:
             warn_once(
@@ -119,8 +120,8 @@ def _wait(lock: Path, file: int, name: str, limit: float) -> Turn:
                 f"itself; {TIMEOUT}=<seconds> is how long it waits"
             )
             return Turn.NONE
-        time.sleep(pause)
-        pause = min(2 * pause, _PAUSES[1])
+        pause(seconds)
+        seconds = min(2 * seconds, _PAUSES[1])
     return state
 
 

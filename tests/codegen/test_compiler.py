@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -13,18 +15,35 @@ import daceml_train as dt
 from daceml_train.codegen import compiler
 from daceml_train.codegen.compiler import TIMEOUT, compiler_command, failure, run
 from daceml_train.codegen.cpu import compile as compiling
+from daceml_train.codegen.cpu.compile import compile_kernels
 from daceml_train.errors import CompilerError, internal
+from tests.codegen.cpu.test_compile import some_code
 
 
 @pytest.fixture
 def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A compiler whose helper never ends and holds its output open."""
     path = tmp_path / "hangs"
-    path.write_text("#!/bin/sh\nsleep 4242 & echo $! >> $0.helpers\nwait\n")
+    path.write_text("#!/bin/sh\n[ $1 = --version ] && exit\nsleep 4242 & echo $! >> $0.helpers\nwait\n")
     path.chmod(0o755)
     monkeypatch.setattr(compiler, "_hung", {})
     monkeypatch.setenv(TIMEOUT, "0.5")
     return path
+
+
+def helpers(compiler: Path, count: int = 1) -> list[str]:
+    """The helpers that a compiler has started, once there are that many."""
+    noted, end = Path(f"{compiler}.helpers"), time.monotonic() + 60
+    while not noted.exists() or len(found := noted.read_text().split()) < count:
+        assert time.monotonic() < end, "the compiler was not started"
+        time.sleep(0.01)
+    return found
+
+
+def lives(process: str) -> bool:
+    """Whether a process still runs."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", process], capture_output=True, text=True).stdout.strip()
+    return state != "" and not state.startswith("Z")
 
 
 def test_a_compiler_that_hangs_is_ended_with_its_helpers(hanging: Path) -> None:
@@ -33,9 +52,38 @@ def test_a_compiler_that_hangs_is_ended_with_its_helpers(hanging: Path) -> None:
         with pytest.raises(CompilerError, match=rf"hangs' did not end within 0.5 s.*{TIMEOUT}"):
             run([str(hanging), "x.cpp"])
     assert time.monotonic() - start < 10
-    (helper,) = Path(f"{hanging}.helpers").read_text().split()  # the compiler was asked once
-    state = subprocess.run(["ps", "-o", "stat=", "-p", helper], capture_output=True, text=True).stdout.strip()
-    assert state == "" or state.startswith("Z")
+    (helper,) = helpers(hanging)  # the compiler was asked once
+    assert not lives(helper)
+
+
+class Late(Exception):
+    """What a user's signal handler raises."""
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, Late])
+def test_what_interrupts_a_compilation_ends_its_compilers(
+    raised: type[BaseException], hanging: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def handler(*_: object) -> None:
+        raise raised
+
+    def interrupt() -> None:
+        helpers(hanging, 2)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    monkeypatch.setenv(TIMEOUT, "20")
+    before, thread = signal.signal(signal.SIGUSR1, handler), threading.Thread(target=interrupt)
+    thread.start()
+    start = time.monotonic()
+    try:
+        with pytest.raises(raised):
+            compile_kernels([some_code(i) for i in range(4)], tmp_path / "kernels", jobs=2, compiler=str(hanging))
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert time.monotonic() - start < 10
+    assert len(helpers(hanging)) == 2 and not any(map(lives, helpers(hanging)))
+    assert list((tmp_path / "kernels").iterdir()) == []
 
 
 @pytest.mark.compiled

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from daceml_train.errors import Invalid
+from daceml_train.errors import CompilerError, Invalid
+from daceml_train.storage.interruption import Interrupted, workers
 from daceml_train.storage.turns import TIMEOUT, Turn, build_once, clear_turns, turn
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -134,6 +135,26 @@ def test_the_wait_has_a_limit_and_names_the_other_process(tmp_path: Path, monkey
         with turn(tmp_path / "thing", wait=False) as state:
             assert state is Turn.BUSY
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log", "thing"]
+
+
+def test_an_interrupted_call_waits_for_no_turn(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with turn(tmp_path / "thing"), pytest.raises(KeyboardInterrupt), workers(1) as pool:
+        waiting = pool.submit(build, tmp_path)
+        while not waiting.running():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+    assert isinstance(waiting.exception(), Interrupted) and noted(tmp_path) == []
+    assert time.monotonic() - start < 10
+
+
+def test_what_runs_is_finished_where_a_part_of_the_call_fails(tmp_path: Path) -> None:
+    with pytest.raises(CompilerError), workers(1) as pool:
+        running, next_one = pool.submit(build, tmp_path, 0.3), pool.submit(build, tmp_path / "other")
+        while noted(tmp_path) != ["begun"]:
+            time.sleep(0.01)
+        raise CompilerError("one of the texts was refused")
+    assert running.result() == "made" and next_one.cancelled()
 
 
 def test_a_limit_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

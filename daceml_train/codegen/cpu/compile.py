@@ -13,7 +13,6 @@ import hashlib
 import os
 import platform
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from daceml_train import processor
@@ -22,6 +21,7 @@ from daceml_train.codegen.cpu.launch import KernelCode
 from daceml_train.errors import CompilerError
 from daceml_train.storage.files import sealed, unsealed
 from daceml_train.storage.folders import locked, to_write, usable
+from daceml_train.storage.interruption import workers
 from daceml_train.storage.remote import fetch, store
 from daceml_train.storage.turns import Turn, build_once, turn
 
@@ -108,8 +108,8 @@ def compile_kernels(
 ) -> dict[str, Path]:
     """Key -> library. Only missing libraries are compiled; `progress(done, total)` counts those.
 
-    Raises `CompilerError` with the compiler's last lines; libraries that succeeded remain in the folder. After an
-    exception or interruption, running compilations finish, and no others start.
+    Raises `CompilerError` with the compiler's last lines; libraries that succeeded remain in the folder. Running
+    compilations finish then, and no others start; Ctrl-C, and whatever else interrupts this function, ends them.
     """
     distinct = {code.key: code for code in codes}
     folder = usable(folder)
@@ -120,8 +120,7 @@ def compile_kernels(
     target = to_write(folder)
     paths |= {code.key: target / paths[code.key].name for code in missing}
     done = 0
-    pool = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
-    try:
+    with workers(jobs) as pool:
         there = list(pool.map(lambda code: fetch(paths[code.key]) and intact(paths[code.key]), missing))
         missing = [code for code, fetched in zip(missing, there, strict=True) if not fetched]  # no text is generated
         futures, waiting = [], []
@@ -139,8 +138,6 @@ def compile_kernels(
             done += 1
             if progress is not None:
                 progress(done, len(missing))
-    finally:
-        pool.shutdown(cancel_futures=True)
     return paths
 
 

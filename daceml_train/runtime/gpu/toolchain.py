@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -15,6 +13,7 @@ from daceml_train.codegen.cuda.compile import architecture, compile_program, com
 from daceml_train.codegen.cuda.launch import CudaCode, CudaPart, generate, variants, version, whole_of
 from daceml_train.lowering.device import Progress
 from daceml_train.ops.kernel import Kernel
+from daceml_train.storage.interruption import workers
 from daceml_train.tensor import Dim
 
 TOGETHER = 24
@@ -70,7 +69,7 @@ class CudaToolchain:
         distinct = sorted({code.key: code for code in wholes.values()}.values(), key=lambda code: code.key)
         parts = [distinct[i : i + TOGETHER] for i in range(0, len(distinct), TOGETHER)]
         built: dict[str, tuple[int, Path]] = {}
-        with ThreadPoolExecutor(max_workers=jobs or os.cpu_count() or 1) as pool:
+        with workers(jobs) as pool:
             running = []
             for part in parts:
                 if not compiled(part, folder, self.architecture, nvcc):
