@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -46,6 +48,16 @@ def lives(process: str) -> bool:
     return state != "" and not state.startswith("Z")
 
 
+def end_soon(processes: list[str]) -> bool:
+    """Whether they end within seconds."""
+    end = time.monotonic() + 10
+    while any(map(lives, processes)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def test_a_compiler_that_hangs_is_ended_with_its_helpers(hanging: Path) -> None:
     start = time.monotonic()
     for _ in range(3):
@@ -54,6 +66,41 @@ def test_a_compiler_that_hangs_is_ended_with_its_helpers(hanging: Path) -> None:
     assert time.monotonic() - start < 10
     (helper,) = helpers(hanging)  # the compiler was asked once
     assert not lives(helper)
+
+
+ALONE = """
+import os, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from daceml_train.codegen.compiler import run
+command, forks = [sys.argv[1], "x.cpp"], sys.argv[2] == "and forks"
+with ThreadPoolExecutor() as pool:
+    pool.submit(run, command)
+    if forks:
+        while not os.path.exists(f"{command[0]}.helpers"):
+            time.sleep(0.01)
+        if os.fork() == 0:  # as the workers of a data loader
+            time.sleep(4242)
+    run(command)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "forks"),
+    [(signal.SIGKILL, ""), (signal.SIGTERM, ""), (signal.SIGHUP, ""), (signal.SIGKILL, "and forks")],
+)
+def test_compilers_end_with_the_process_that_needs_them(
+    number: int, forks: str, hanging: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TIMEOUT, "100")
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen([sys.executable, "-c", ALONE, str(hanging), forks], cwd=root, start_new_session=True)
+    try:
+        started = helpers(hanging, 2)
+        process.send_signal(number)
+        assert process.wait(10) == -number
+        assert end_soon(started)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if forks else process.kill()
 
 
 class Late(Exception):
