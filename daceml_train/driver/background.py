@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -94,14 +94,16 @@ class BackgroundStep(TrainingStep):
 
     # ---- what users see -----------------------------------------------------------------------------------------
     def __repr__(self) -> str:
-        active = next((job for job in self._compiling.values() if job.process is not None), None)
+        active = next(self._active(), None)
         return f"{super().__repr__()[:-1]}{f', {self._progress(active)}' if active else ''}>"
 
     @property
     def compilation(self) -> list[str]:
         """What has happened in the background, and what happens now, line by line."""
-        active = [self._progress(job) for job in self._compiling.values() if job.process is not None]
-        return [*self._events, *active]
+        return [*self._events, *map(self._progress, self._active())]
+
+    def _active(self) -> Iterator[Compiling]:
+        return (job for job in self._compiling.values() if job.process is not None and not job.process.foreign)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the compiler has ended, at most `timeout` seconds; whether it has.
@@ -248,6 +250,9 @@ class BackgroundStep(TrainingStep):
                 job.kernels = done, kernels = message["kernels"][0], message["kernels"][1]
                 if self.options.progress is not None:
                     self.options.progress(done, kernels)
+        if process.foreign:  # this process was forked meanwhile: it starts a copy of its own if it goes on training
+            job.process = None
+            return False
         if process.result is None:
             return True
         key = next(k for k, each in self._compiling.items() if each is job)

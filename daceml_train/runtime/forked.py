@@ -1,6 +1,7 @@
 """Work in a forked copy of this process, at low priority: it sees all objects as they are, and changes none of ours.
 
-The copy ends with this process, however that ends. Its output goes to a file, of which failures show the end.
+The copy ends with this process, however that ends. Its output goes to a file, of which failures show the end. It
+belongs to the process that forked it: one that the user forks meanwhile, as a data loader does, has no part in it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ Tell = Callable[[Mapping[str, Any]], None]
 """Sends a message, of what JSON expresses, to the process that forked."""
 
 
+FOREIGN = "the compiling process belongs to the process that this one was forked from"
+
+
 class Forked:
     """A function that runs in a forked copy of this process; `tell` sends what `poll` returns here."""
 
@@ -64,10 +68,16 @@ class Forked:
         self.result: Mapping[str, Any] | None = None
         """What `work` returned, or `error`: why there is no result; None while it runs."""
         self._looked, self._used = self.started, -1.0
-        self._end = weakref.finalize(self, _end, self.pid, ours, receive)
+        self.foreign = False
+        """Whether this is another process than the one that the copy belongs to, so that there is no result."""
+        self._owner, self._pipes = os.getpid(), (ours, receive)
+        self._end = weakref.finalize(self, _end, self._owner, self.pid, *self._pipes)
+        _copies.add(self)
 
     def poll(self) -> list[Mapping[str, Any]]:
         """The messages that arrived since the last call; once the copy has ended, `result` is set."""
+        if os.getpid() != self._owner:
+            self._leave()
         if self.result is not None:
             return []
         found, ended = [], False
@@ -103,6 +113,14 @@ class Forked:
         """End the copy and the compilers that it has started."""
         self._end()
 
+    def _leave(self) -> None:
+        """In a process that was forked from the one that the copy belongs to: have no part in it."""
+        if self._end.detach() is None:  # it has been ended
+            return
+        for pipe in self._pipes:  # as long as one is open here, the copy does not notice the other process's end
+            os.close(pipe)
+        self.foreign, self.result = True, {"error": FOREIGN}
+
     def _stalled(self) -> bool:
         now = time.monotonic()
         if now - self._looked < (STALLED if self._used >= 0 else _LOOKED):
@@ -110,6 +128,18 @@ class Forked:
         used, before = sum(family(self.pid).values()), self._used
         self._looked, self._used = now, used
         return used == before
+
+
+_copies: weakref.WeakSet[Forked] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for copy in list(_copies):
+        copy._leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all)
 
 
 def family(pid: int) -> dict[int, float]:
@@ -131,7 +161,9 @@ def family(pid: int) -> dict[int, float]:
     return found
 
 
-def _end(pid: int, *pipes: int) -> None:
+def _end(owner: int, pid: int, *pipes: int) -> None:
+    if os.getpid() != owner:  # forked by native code, which `_leave_all` is not told of
+        return
     for pipe in pipes:
         with contextlib.suppress(OSError):
             os.close(pipe)
