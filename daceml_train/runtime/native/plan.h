@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "arena.h"
@@ -108,6 +109,7 @@ class Plan {
   }
 
   void set_rows(int64_t rows) {
+    if (turn.was_left()) forget();
     if (rows == rows_) return;
     rows_ = rows;
     varying_.set(rows);
@@ -175,6 +177,7 @@ class Plan {
   // Runs all launches; `outputs` receives one owned `at::Tensor*` per output. Throws InputMismatch before anything has run,
   // and whatever a launch throws; `current()` is then its position. Every owned value is gone afterwards. Hold `turn`.
   void run(void* const* inputs, size_t count, void** outputs, bool profile) {
+    if (C10_UNLIKELY(turn.was_left())) forget();
     current_ = -1;
     TORCH_CHECK(final_, "the plan is not finalised");
     TORCH_CHECK(count == inputs_, "the plan takes ", inputs_, " inputs, given ", count);
@@ -267,6 +270,17 @@ class Plan {
       layout(view.layout);
     }
     return all;
+  }
+
+  // What a thread left half done when the process was forked: all that is kept from one run to the next is made anew.
+  void forget() {
+    for (int index : owned_) values.drop(index);
+    for (View& view : values.views) {
+      view.bound = nullptr;
+      view.tensor.reset();
+    }
+    base_ = nullptr;
+    if (rows_ >= 0) set_rows(std::exchange(rows_, -1));
   }
 
   void open() const { TORCH_CHECK_VALUE(!final_, "the plan is finalised: it takes no more launches"); }
