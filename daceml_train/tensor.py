@@ -44,7 +44,7 @@ class DType(enum.Enum):
     @property
     def bytes(self) -> int:
         """Bytes per element."""
-        return self.value[1]
+        return self._value_[1]  # `value` is a descriptor in Python
 
     @property
     def c(self) -> str:
@@ -102,16 +102,50 @@ def evaluate(size: Dim, values: Mapping[str, int]) -> int:
     return int(size.xreplace({s: sympy.Integer(values[s.name]) for s in size.free_symbols}))
 
 
+def evaluate_all(sizes: Sequence[sympy.Expr]) -> Callable[[Mapping[str, int]], list[int | None]]:
+    """One Python function for the values of many sizes; it leaves None for each that only SymPy evaluates."""
+    texts = ", ".join(str(_text(size)) for size in sizes)
+    found: Callable[[Mapping[str, int]], list[int | None]] = eval(f"lambda values: [{texts}]")
+    return found
+
+
 @functools.lru_cache(maxsize=4096)
 def _compiled(size: sympy.Expr) -> Callable[[Mapping[str, int]], int] | None:
-    """A polynomial as a Python function, a hundred times as fast as SymPy; None for other expressions."""
-    if not size.is_polynomial() or any(not n.is_Integer for n in size.atoms(sympy.Number)):
+    """A size as a Python function, a hundred times as fast as SymPy; None for one that only SymPy evaluates."""
+    text = _text(size)
+    if text is None:
         return None
-    if any(p.exp.is_Integer is not True or p.exp < 0 for p in size.atoms(sympy.Pow)) or size.atoms(sympy.Function):
-        return None
-    named = size.xreplace({s: sympy.Symbol(f"values[{s.name!r}]") for s in size.free_symbols})
-    found: Callable[[Mapping[str, int]], int] = eval(f"lambda values: {named}")
+    found: Callable[[Mapping[str, int]], int] = eval(f"lambda values: {text}")
     return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _text(size: sympy.Expr) -> str | None:
+    """A size in Python's integers: a polynomial, or one of floors, ceilings, remainders, maxima and minima of such."""
+    if size.is_Integer:
+        return f"({size})"
+    if size.is_Symbol:
+        return f"values[{size.name!r}]"
+    if size.is_Pow:
+        return f"{base}**{size.exp}" if size.exp.is_Integer and size.exp > 0 and (base := _text(size.base)) else None
+    if isinstance(size, sympy.floor | sympy.ceiling):
+        whole, divisor = sympy.fraction(sympy.together(size.args[0]))
+        if not divisor.is_Integer or (text := _text(whole)) is None:
+            return None
+        return f"({text}//{divisor})" if isinstance(size, sympy.floor) else f"(-(-{text}//{divisor}))"
+    form, between = next((found for kind, found in _FORMS.items() if isinstance(size, kind)), ("", ""))
+    parts = [_text(part) for part in size.args]
+    return None if not form or None in parts else form.format(between.join(map(str, parts)))
+
+
+_FORMS = {
+    sympy.Add: ("({})", " + "),
+    sympy.Mul: ("({})", "*"),
+    sympy.Max: ("max({})", ", "),
+    sympy.Min: ("min({})", ", "),
+    sympy.Mod: ("({})", " % "),
+}
+"""How each function of SymPy is written in Python, and what is between its arguments."""
 
 
 def simplify(size: Dim) -> Dim:

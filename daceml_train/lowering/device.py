@@ -75,7 +75,7 @@ class ProcessorToolchain:
 
     def blocks(self, code: KernelCode, value: Callable[[Dim], int], threads: int) -> int:
         """See `Toolchain`."""
-        return block_count(value(code.rows), value(code.work), threads)
+        return 1 if threads == 1 else block_count(value(code.rows), value(code.work), threads)
 
     def addresses(
         self, codes: Sequence[KernelCode], folder: Path, jobs: int | None, progress: Progress | None

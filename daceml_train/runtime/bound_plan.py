@@ -27,8 +27,6 @@ from daceml_train.lowering.program import (
     KernelLaunch,
     Launch,
     Program,
-    library_results,
-    touching,
 )
 from daceml_train.ops.levels import ROWS
 from daceml_train.runtime.arenas import AnyArena
@@ -42,13 +40,14 @@ from daceml_train.runtime.gpu.plan import DevicePlan
 from daceml_train.runtime.lane_entries import run_in_lanes
 from daceml_train.runtime.launch_threads import LaunchThreads, contention_of
 from daceml_train.runtime.levels import add_levels, capacity, varying
-from daceml_train.runtime.size_values import evaluator, rounded, varies
+from daceml_train.runtime.shared_facts import SharedFacts
+from daceml_train.runtime.size_values import bytes_of, evaluator, rounded, varies
 from daceml_train.runtime.timing import Timing
 from daceml_train.runtime.torch_types import torch_dtype
 from daceml_train.runtime.tune_lanes import LaneTrial
 from daceml_train.runtime.tune_matmul import MatmulTuner, onednn_call
 from daceml_train.runtime.tune_threads import ThreadTuner
-from daceml_train.tensor import Dim, DType, Tensor
+from daceml_train.tensor import Dim, DType
 
 KEPT_BODIES = 16  # plans that are kept of a body of control flow
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # without: an output is no view for autograd
@@ -60,6 +59,8 @@ class BoundPlan:
     """
 
     ran = False  # for those who count the sizes of what they ran
+    timing: Timing | None = None
+    _placeholder_bytes = 0
 
     def __init__(
         self,
@@ -78,13 +79,14 @@ class BoundPlan:
         lanes: LanePlan | None = None,
         changing: bool = False,
         bodies: dict[Any, list[BoundPlan]] | None = None,
+        facts: SharedFacts | None = None,
     ) -> None:
+        self.facts = facts or SharedFacts(program)
         self.read = set[str]()  # the symbols on whose values the plan depends
-        self.value, self.base = evaluator(sizes, self.read), program
-        self.cells = {} if cells is None else cells
-        """Plans of cells of levels, which take their number of rows at run time: sizes share them."""
-        self.bodies = {} if bodies is None else bodies
-        self.planned = self.value if most is None else evaluator({**sizes, **most}, self.read)
+        self.value, self.base = evaluator(sizes, self.facts.sizes), program
+        self.bodies, self.cells = {} if bodies is None else bodies, {} if cells is None else cells
+        """Plans of bodies, and of cells of levels, which take their number of rows at run time: sizes share them."""
+        self.planned = self.value if most is None else evaluator({**sizes, **most}, self.facts.sizes)
         """Evaluates the sizes for which the arena is planned: a cell's for the most rows it may have."""
         self.compared = (0, 0)
         """How many kernels were autotuned, and how many of them changed."""
@@ -92,13 +94,16 @@ class BoundPlan:
             program, addresses = search.tuned(program, addresses, self.value, device)
             changed = sum(a is not b for a, b in zip(program.codes, self.base.codes, strict=True))
             self.compared = len(search.measured), changed
+            self.facts = self.facts if program is self.base else SharedFacts(program)
         self.program, self.threads, self.sizes, self.products = program, threads, sizes, products
         self.device, self.work, self.lanes, self.arena = device, work, lanes, arena
-        self.touching = touching(program)
+        self.touching, self.used, self.owners = self.facts.touching, self.facts.used, self.facts.owners
         changing = changing or any(map(varies, program.launches))
-        self.typical = evaluator(rounded(sizes), self.read) if changing else self.value
+        self.typical = evaluator(rounded(sizes), self.facts.sizes) if changing else self.value
         """Evaluates the sizes for which libraries of matmuls are chosen."""
-        self.onednn = in_onednn(program, products, self.typical, threads) if device is CPU and most is None else {}
+        self.onednn = (
+            in_onednn(self.facts.matmuls, products, self.typical, threads) if device is CPU and most is None else {}
+        )
         """Matmul launches that run in oneDNN."""
         self.stand_in = len(program.slots)
         """An extra slot, at the arena's start, for arrays whose elements no call reads."""
@@ -108,20 +113,16 @@ class BoundPlan:
         self.offsets: dict[int, int] = {}
         """The offsets of slots in the arena."""
         self.plan.arena_slot(self.stand_in, 0)
-        self.used = [i for i, s in enumerate(program.slots) if s.first >= 0 or s.home is Allocation.input]
         self._views: dict[tuple[Any, ...], PlanView] = {}
         self._lane = 0
         """The lane of the launch that is being added: lanes share no views."""
         self.arena_bytes = self._slots()
-        self._placeholder_bytes = 0
-        self.timing: Timing | None = None
         self.order: list[int] = []
         """Per entry of the plan, the launch of the program; releases count as the launch before them."""
         self.last_use: dict[int, list[int]] = {}
         """Launch -> slots that are released after it."""
-        keep = {place.slot for place in program.outputs}
         for slot in self.used:
-            if self._home(slot) in (Allocation.fresh, Allocation.result) and slot not in keep:
+            if self._home(slot) in (Allocation.fresh, Allocation.result) and slot not in self.facts.handed:
                 self.last_use.setdefault(self._last_touching(slot), []).append(slot)
         for index in range(len(program.launches)) if lanes is None else lanes.order:
             self._lane = 0 if lanes is None else lanes.place[index][1]
@@ -129,7 +130,6 @@ class BoundPlan:
             for slot in self.last_use.get(index, ()):
                 self.plan.release(slot, tag=index)
             self.order += [index] * (1 + len(self.last_use.get(index, ())))
-        self.owners = list(dict.fromkeys(place.slot for place in program.outputs))
         self.plan.finalize(max(self.arena_bytes, self._placeholder_bytes), self.owners)
         self.outputs = [self._output(place) for place in program.outputs]
         """Per output of the program the position among the owners; sizes, strides and offset where it is a part."""
@@ -141,6 +141,7 @@ class BoundPlan:
         """Finds whether launches run side by side; None where they never do."""
         self.contention = None if self.launch_threads is None or lanes is not None else contention_of(self)
         """Whether launches have their threads, and not one each because others have the cores; None: they have."""
+        self.read |= self.facts.sizes.symbols & sizes.keys()
 
     # ---- slots --------------------------------------------------------------------------------------------------
     def _home(self, slot: int) -> Allocation:
@@ -159,18 +160,18 @@ class BoundPlan:
 
     def arena_for(self, lanes: LanePlan | None) -> tuple[list[int], list[int], int]:
         """The slots in the arena, their offsets, and its size, for launches in this order."""
-        offered = self._offered()
+        offered = self._offered
         planned = [i for i in self.used if self._home(i) is Allocation.arena or i in offered]
         lifetimes = []
         for i in planned:
             entry = self.program.slots[i]
             life = (entry.first, entry.last) if lanes is None else lanes.life(self.touching[i])
-            lifetimes.append(Lifetime(self._planned_bytes(i), *life))
+            lifetimes.append(Lifetime(self.bytes_of(i, self.planned), *life))
         return planned, *plan_arena(lifetimes)
 
     def _slots(self) -> int:
         program = self.program
-        offered = self._offered()
+        offered = self._offered
         planned, offsets, size = self.arena_for(self.lanes)
         for slot, offset in zip(planned, offsets, strict=True):
             if slot not in offered:
@@ -195,6 +196,7 @@ class BoundPlan:
                     self.plan.offer(i, self.offsets[i])
         return size
 
+    @functools.cached_property
     def _offered(self) -> frozenset[int]:
         """Results that library calls place in the arena: those of PyTorch's own operators, on CPUs.
 
@@ -202,11 +204,11 @@ class BoundPlan:
         """
         if not isinstance(self.plan, Plan):
             return frozenset()
-        handed = {place.slot for place in self.program.outputs}
-        return (self._returned - handed) | library_results(self.program)
+        return (self._returned - self.facts.handed) | self.facts.library_results
 
     def _ints(self, dims: Sequence[Dim]) -> list[int]:
-        return [self.value(d) for d in dims]
+        value = self.value
+        return [d if d.__class__ is int else value(d) for d in dims]
 
     # ---- launches -----------------------------------------------------------------------------------------------
     def _launch(self, index: int, launch: Launch, addresses: dict[str, int]) -> None:
@@ -221,7 +223,7 @@ class BoundPlan:
                 copied = []
                 for target, source in pairs:
                     to, start = ((p.slot, self.value(p.offset) * p.dtype.bytes) for p in (target, source))
-                    copied.append((to, start, self.value(Tensor(source.shape, source.dtype).bytes)))
+                    copied.append((to, start, bytes_of(source.dtype, source.shape, self.value)))
                 self.plan.copies(copied, tag=index)
             case CallLaunch(target=name, overload=overload, arguments=arguments, returns=returns, direct=direct):
                 if index in self.onednn:
@@ -232,7 +234,6 @@ class BoundPlan:
                     getattr(self.plan, name)(*values, tag=index)
                 else:
                     self.plan.call(name, overload, values, returns, tag=index)
-
             case ControlLaunch():
                 self._control(index, launch, addresses)
 
@@ -269,7 +270,8 @@ class BoundPlan:
         found = next((b for b in plans if all(b.sizes[name] == self.sizes[name] for name in b.read)), None)
         if found is None:
             own = (self.sizes, self.threads, arena, self.products, self.device)
-            plans.append(found := BoundPlan(body, addresses, *own, bodies=self.bodies))
+            facts = self.facts.of(body)
+            plans.append(found := BoundPlan(body, addresses, *own, bodies=self.bodies, facts=facts))
             del plans[:-KEPT_BODIES]
         self.read |= found.read
         return found.plan
@@ -293,7 +295,8 @@ class BoundPlan:
 
             def bind(rows: int) -> Plan:
                 sizes = {**known, ROWS.name: rows}
-                result = BoundPlan(body, addresses, sizes, self.threads, arena, self.products, most=most).plan
+                own = (sizes, self.threads, arena, self.products)
+                result = BoundPlan(body, addresses, *own, most=most, facts=self.facts.of(body)).plan
                 assert isinstance(result, Plan)
                 return result
 
@@ -315,7 +318,8 @@ class BoundPlan:
             case BufferView():
                 return self._view(argument)
             case Placeholder(tensor=tensor):
-                self._placeholder_bytes = max(self._placeholder_bytes, self.value(tensor.bytes))
+                nbytes = bytes_of(tensor.dtype, tensor.shape, self.value)
+                self._placeholder_bytes = max(self._placeholder_bytes, nbytes)
                 return self._view(BufferView(self.stand_in, tensor.dtype, tensor.shape, tensor.strides))
             case DType():
                 return torch_dtype(argument)
@@ -340,12 +344,10 @@ class BoundPlan:
             return (position,)
         return position, tuple(layout[0]), tuple(layout[1]), layout[2]
 
-    def bytes_of(self, slot: int) -> int:
+    def bytes_of(self, slot: int, value: Callable[..., int] | None = None) -> int:
         """Bytes of a slot; the size of scratch memory depends on the blocks of its kernel."""
-        return self.value(self.program.slots[slot].bytes, self._scratch_blocks.get(slot, self.threads))
-
-    def _planned_bytes(self, slot: int) -> int:
-        return self.planned(self.program.slots[slot].bytes, self._scratch_blocks.get(slot, self.threads))
+        entry = self.program.slots[slot]
+        return bytes_of(entry.dtype, entry.shape, value or self.value, self._scratch_blocks.get(slot, self.threads))
 
     def shape(self, launch: Launch) -> str:
         """The launch configuration of a launch's kernel; empty for other launches, and on CPUs."""
@@ -363,16 +365,14 @@ class BoundPlan:
     def _scratch_blocks(self) -> dict[int, int]:
         """Slot -> blocks, of scratch memory."""
         found: dict[int, int] = {}
-        for launch in self.program.launches:
-            if isinstance(launch, KernelLaunch) and (kept := len(self.program.codes[launch.code].scratch)):
-                blocks = self.blocks(self.program.codes[launch.code])
-                found |= {place.slot: blocks for place in launch.places[-kept:]}
+        for code, slots in self.facts.scratch:
+            found |= dict.fromkeys(slots, self.blocks(self.program.codes[code]))
         return found
 
     def _trial(self, tuner: ThreadTuner, addresses: dict[str, int]) -> LaneTrial | None:
         def bind(lanes: LanePlan) -> BoundPlan:
             given = self.program, addresses, self.sizes, self.threads, self.arena, self.products, self.device, self.work
-            return BoundPlan(*given, cells=self.cells, lanes=lanes)
+            return BoundPlan(*given, cells=self.cells, lanes=lanes, facts=self.facts)
 
         return LaneTrial.of(self, tuner, bind)
 

@@ -25,6 +25,7 @@ from daceml_train.runtime.gpu.autotune import Autotuner
 from daceml_train.runtime.lane_entries import edges_of
 from daceml_train.runtime.launch_threads import Share, share
 from daceml_train.runtime.native_library import library
+from daceml_train.runtime.shared_facts import SharedFacts
 from daceml_train.runtime.timing import Timing
 from daceml_train.runtime.tune_matmul import MatmulTuner
 from daceml_train.runtime.tune_threads import ThreadTuner
@@ -66,6 +67,7 @@ class Executable:
         self._plans: OrderedDict[tuple[int, ...], BoundPlan] = OrderedDict()
         self._cells: dict[Any, Plan] = {}
         self._bodies: dict[Any, list[BoundPlan]] = {}
+        self._facts = SharedFacts(program)
         self._lock = threading.Lock()
         self._symbols = list(program.symbols.items())
         self.changing = False
@@ -101,6 +103,7 @@ class Executable:
                 tuner=None if self.changing else self.threads,
                 changing=self.changing,
                 bodies=self._bodies,
+                facts=self._facts,
             )
             plan.timing = self.timing
             self._plans[key] = plan

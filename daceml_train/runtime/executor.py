@@ -430,7 +430,12 @@ def _layout(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) ->
 
 
 def _integers(items: Sequence[int], kind: type[c_int] | type[c_int64] = c_int64) -> Any:
-    return (kind * len(items))(*items)
+    return _array_type(kind, len(items))(*items)
+
+
+@functools.lru_cache(maxsize=1024)
+def _array_type(kind: type[c_int] | type[c_int64], count: int) -> Any:
+    return kind * count
 
 
 def _last_error(native: ctypes.CDLL) -> str:

@@ -4,8 +4,9 @@ import torch
 
 from daceml_train.tensor import DType
 
+_TYPES: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype.name) for dtype in DType}
+
 
 def torch_dtype(dtype: DType) -> torch.dtype:
     """The `torch.dtype` of an element type."""
-    found: torch.dtype = getattr(torch, dtype.name)
-    return found
+    return _TYPES[dtype]
