@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict, deque
 from typing import Any
@@ -25,7 +26,7 @@ LEFT_KINDS = 4096
 """Kinds that are remembered."""
 
 NEW_KINDS_SLOWER = "nearly every call has sizes of its own, and binding a program takes longer than PyTorch's step"
-"""Why PyTorch runs a step whose calls differ in sizes."""
+"""Why PyTorch runs calls that differ in sizes."""
 
 ENDLESS = "nearly every call takes a path of its own"
 COSTLY = "there are so many paths that compiling them costs more than their programs save"
@@ -54,7 +55,10 @@ class Faster:
 
     def takes_pieces(self) -> bool:
         """Whether the next call runs the compiled pieces."""
-        return self.compiled if self.compiled is not None else self.calls < self.warm or self.calls % 2 == 0
+        if self.compiled is not None:
+            return self.compiled
+        # The two ways change places (Thue and Morse's sequence): calls may differ in turns, as where one step has two.
+        return self.calls < self.warm or (self.calls - self.warm).bit_count() % 2 == 0
 
     def ran(self, compiled: bool, seconds: float) -> bool:
         """Note a call; whether it has settled that PyTorch is faster."""
@@ -133,6 +137,40 @@ class NewKinds:
         """Note a call, by a program or not, of a new kind or not; whether that has settled that PyTorch is faster."""
         self.recent.append(new)
         return new and self.many and self.faster.ran(bound, seconds)
+
+
+class NewSizes:
+    """Whether calls of a compiled graph with sizes of their own are worth binding plans to them; see `NewKinds`.
+
+    Calls are timed in the user's loop, from one to the next, so that the backward pass counts.
+    """
+
+    def __init__(self) -> None:
+        self.kinds = NewKinds()
+        self._last: tuple[bool, bool, int, int, float] | None = None
+        """Of the last call, whether a program ran it, and whether its sizes were new; how many had known sizes without
+        being asked about; the thread, and its seconds when the call began."""
+
+    def binds(self, sizes: Any, known: bool, others: int) -> bool:
+        """Whether a program is to run the next call, for whose sizes a plan is `known` or not.
+
+        `others` calls of known sizes were not asked about so far.
+        """
+        thread = threading.get_ident()
+        if self._last is not None:
+            bound, new, before, calls, start = self._last
+            if thread == before and others == calls:
+                self.kinds.ran(bound, new, time.thread_time() - start)
+            else:
+                self.kinds.recent += [new, *[False] * min(others - calls, RECENT_KINDS)]
+        binds = known or self.kinds.binds(sizes)
+        self._last = binds, not known, thread, others, time.thread_time()
+        return binds
+
+    @property
+    def slower(self) -> bool:
+        """Whether it is settled that PyTorch is faster for new sizes, as long as nearly all are."""
+        return self.kinds.faster.compiled is False
 
 
 class FasterModule:

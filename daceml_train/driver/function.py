@@ -18,6 +18,7 @@ from daceml_train.driver.binding import (
     sizes_of,
 )
 from daceml_train.driver.bound_optimizer import is_unresolved
+from daceml_train.driver.faster import NEW_KINDS_SLOWER, NewSizes
 from daceml_train.driver.goals import Differentiable
 from daceml_train.driver.native_call import Strides, native_call
 from daceml_train.driver.prepacked import PrepackedWeights
@@ -26,7 +27,7 @@ from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.graph.graph import Role
 from daceml_train.graph.node import SEED
-from daceml_train.lowering.device import GPU
+from daceml_train.lowering.device import CPU, GPU
 from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.executor import InputMismatch
@@ -112,8 +113,9 @@ class CompiledGraph:
     """A captured graph as a function of its placeholders' values.
 
     `eager` is the same graph as PyTorch runs it, for the gradient of a gradient. `cuda_graphs`: on a GPU, each of its
-    programs becomes one launch. `note` is called with the reason why PyTorch runs a call instead. `again`
-    compiles an inference whose weights change from call to call.
+    programs becomes one launch. `note` is called with the reason why PyTorch runs a call instead, `left` with why
+    it runs calls of new sizes; None: it never does. `again` compiles an inference whose weights change from call to
+    call.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class CompiledGraph:
         note: Callable[[str], None] | None = None,
         copied: Collection[int] = (),
         again: Callable[[], Differentiable] | None = None,
+        left: Callable[[str], None] | None = None,
     ) -> None:
         self.note, self.again = note, again
         self._runs = self._seconds = 0
@@ -150,6 +153,9 @@ class CompiledGraph:
         self._ran: tuple[BoundPlan | None, Strides] = None, ()
         """What the last call in Python ran, if no input was copied, and per result the strides of its copy, if any."""
         self._backward_plan: BoundPlan | None = None
+        forward, self._left = compiled.forward, left
+        varies = isinstance(forward, Executable) and forward.device is CPU and bool(forward.program.symbols)
+        self._new_sizes = NewSizes() if left is not None and varies else None
 
     @property
     def runs(self) -> int:
@@ -334,6 +340,8 @@ class CompiledGraph:
             return self.eager(*arguments)  # which raises PyTorch's error
         if self.written and shares_memory(tensors, self.written):  # kernels assume that what they write has no alias
             return self._by_pytorch(SHARED, arguments)
+        if not drawn and not self._binds(by_name):
+            return self.eager(*arguments)
         if self.captured.random:
             sizes = sizes_of(self.captured, by_name) if self.captured.draws else {}
             drawn = drawn or {name: draw(sizes) for name, draw in self.captured.draws.items()}
@@ -345,6 +353,24 @@ class CompiledGraph:
             self._disconnect(tensors)
             results = _Function.apply(self, arguments, *tensors)  # type: ignore[no-untyped-call]
         return results_of(self.captured, results, arguments)
+
+    def _binds(self, by_name: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a program runs a call: not one of new sizes, where nearly all are new and PyTorch is faster.
+
+        Where tensors that autograd saves are packed, programs run all calls: a checkpoint that calls this once more
+        expects the same tensors.
+        """
+        executable, new_sizes = self.compiled.forward, self._new_sizes
+        if new_sizes is None or self._left is None or executable.timing is not None:
+            return True
+        values = sizes_of(self.captured, by_name)
+        sizes = tuple(values.get(name, -1) for name in executable.program.symbols)
+        if -1 in sizes or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return True
+        binds = new_sizes.binds(sizes, executable.has_plan(sizes), self.native_runs)
+        if new_sizes.slower:
+            self._left(NEW_KINDS_SLOWER)
+        return binds
 
     def _by_pytorch(self, reason: str, arguments: Sequence[Any]) -> Any:
         if self.note is not None:

@@ -19,6 +19,7 @@ from daceml_train import logs
 from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.capture_only import capture_call
 from daceml_train.driver.checking import check_module, forwards_of, same_forwards
+from daceml_train.driver.distribution import processes
 from daceml_train.driver.events import first_line
 from daceml_train.driver.faster import SLOWER, SLOWER_LEVELS, FasterModule
 from daceml_train.driver.forests import Forests
@@ -179,6 +180,12 @@ class Backend:
         if reason not in self.breaks:
             self.break_off(reason)
 
+    def left(self, reason: str) -> None:
+        """Record why PyTorch runs something that could be compiled: that is faster, so nobody is warned."""
+        if reason not in self.breaks:
+            self.breaks.append(reason)
+            logs.event(logs.BREAKS, reason)
+
     def capture(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Captured:
         """The graph that is compiled for one of Dynamo's."""
         return capture(module, examples, self.options.randomness)
@@ -211,8 +218,9 @@ class Backend:
         compiled.records[0].fallbacks = [(target, str(origin)) for target, origin in captured.fallbacks]
         compiled.records[0].constant_sizes = list(captured.constant_sizes)
         self.records += compiled.records
-        others = self.options.cuda_graphs, self.note, copied_inputs(module)
-        compiled_graph = CompiledGraph(captured, compiled, self.eager(module), *others, again)
+        others = self.options.cuda_graphs, self.note, copied_inputs(module), again
+        left = None if self.alone or processes() > 1 else self.left  # processes have to go one way
+        compiled_graph = CompiledGraph(captured, compiled, self.eager(module), *others, left)
         compiled.records[0].needs_python = needs_python(compiled_graph) if device is CPU else ""
         self.cuda_graphs += [compiled_graph.cuda_graphs] if compiled_graph.cuda_graphs is not None else []
         return compiled_graph
@@ -379,8 +387,7 @@ def _leaves_levels(module: torch.nn.Module, state: ModuleState, recursion: Recur
 def _note_slower(faster: FasterModule, backend: Backend, why: str) -> None:
     """Say why PyTorch runs a module, once that is settled."""
     if faster.compiled is False:
-        backend.breaks.append(why)
-        logs.event(logs.BREAKS, why)
+        backend.left(why)
 
 
 def _log_guards(state: ModuleState, name: str) -> None:

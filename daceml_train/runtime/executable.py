@@ -111,6 +111,10 @@ class Executable:
                 self._plans.popitem(last=False)
             return plan
 
+    def has_plan(self, sizes: Sequence[int]) -> bool:
+        """Whether `plan` has one for these values that it has kept."""
+        return (torch.get_num_threads(), *sizes) in self._plans
+
     def time(self, timing: Timing | None) -> None:
         """Measure each launch of each run from here on and add it to `timing`; None ends that."""
         library().compiled_calls_end()
