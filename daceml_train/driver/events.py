@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -89,3 +90,13 @@ def _what(record: Record, index: int) -> str:
 def first_line(graph: Graph) -> str:
     """The user's first line of a graph, for messages."""
     return next((node.origin.source for node in graph.nodes if node.origin.source), graph.name)
+
+
+SIZES = re.compile(r".*?([\w.\[\]'\"()]*?)(?:' size mismatch|\.size\(\)\[| size mismatch).*", re.DOTALL)
+"""A condition on the size of a tensor: a mismatch, or how sizes of it and of others compare."""
+
+
+def subject_of(changed: str) -> str:
+    """What a condition is about, without numbers and values: the sizes of the tensors in a list are one subject."""
+    sized = SIZES.fullmatch(changed)
+    return re.sub(r"[\d.]+", "0", f"size of {sized[1]}" if sized else changed.partition(" == ")[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -20,7 +19,7 @@ from daceml_train.driver.binding import differentiable_outputs, input_tensors
 from daceml_train.driver.capture_only import capture_call
 from daceml_train.driver.checking import check_module, forwards_of, same_forwards
 from daceml_train.driver.distribution import processes
-from daceml_train.driver.events import first_line
+from daceml_train.driver.events import first_line, subject_of
 from daceml_train.driver.faster import SLOWER, SLOWER_LEVELS, FasterModule
 from daceml_train.driver.forests import Forests
 from daceml_train.driver.function import CompiledGraph
@@ -103,9 +102,6 @@ STORM = 6
 WEIGHTS_CHANGE = "the second program of the same: weights change from call to call, so it reads them as they are"
 """What is noted of a program that packs no weights."""
 
-SIZES = re.compile(r".*?([\w.\[\]'\"()]*?)(?:' size mismatch|\.size\(\)\[| size mismatch).*", re.DOTALL)
-"""A condition on the size of a tensor: a mismatch, or how sizes of it and of others compare."""
-
 
 @dataclass
 class Backend:
@@ -140,7 +136,7 @@ class Backend:
             return as_eager(module)
         recent, changes = self.programs.setdefault(frame(), []), self.changes.setdefault(frame(), [])
         changed = recompilation().split("  #")[0].split(" # ")[0]
-        changes.append(_subject(changed))
+        changes.append(subject_of(changed))
         del changes[: 1 - STORM]
         same = len(set(changes)) == 1  # one condition, and not a module that is called in many modes
         if len(recent) >= STORM and same and all(program.runs <= 2 for program in recent):
@@ -231,12 +227,6 @@ class Backend:
         compiled.records[0].notes.append(WEIGHTS_CHANGE)
         self.records += compiled.records
         return compiled
-
-
-def _subject(changed: str) -> str:
-    """What a condition is about, without numbers and values: the sizes of the tensors in a list are one subject."""
-    sized = SIZES.fullmatch(changed)
-    return re.sub(r"[\d.]+", "0", f"size of {sized[1]}" if sized else changed.partition(" == ")[0])
 
 
 def optimized(module: torch.nn.Module, options: Settings, backend: Backend | None = None) -> torch.nn.Module:

@@ -272,7 +272,7 @@ class Plan {
     return all;
   }
 
-  // What a thread left half done when the process was forked: all that is kept from one run to the next is made anew.
+  // Drops all that is kept from one run to the next: a thread left it half done when the process was forked.
   void forget() {
     for (int index : owned_) values.drop(index);
     for (View& view : values.views) {
