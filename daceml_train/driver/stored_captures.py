@@ -7,6 +7,7 @@ where the programs are in the cache. What is stored is the graph and what the tr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -18,7 +19,7 @@ import types
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -29,10 +30,9 @@ import torch.utils._pytree as pytree
 from daceml_train.driver.capture_only import CaptureDone
 from daceml_train.driver.settings import Settings
 from daceml_train.driver.store import environment
-from daceml_train.driver.user_updates import LIMITS
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.dynamo import stored_guards
-from daceml_train.frontends.torch.dynamo.tracing import tracing
+from daceml_train.frontends.torch.dynamo.tracing import LIMITS, first_to_run, tracing
 from daceml_train.ops.operator import REGISTRY
 from daceml_train.plugins import source_key
 from daceml_train.runtime.cache import Cache
@@ -40,9 +40,24 @@ from daceml_train.storage.files import keep as write
 from daceml_train.storage.files import sealed, unsealed
 from daceml_train.storage.folders import usable
 
+_FIXED, _VARYING = "fixed", "varying"
 _count = itertools.count()
 KEPT = 8
 """Captures that are kept of one kind of step, which differ in what their traces read."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A capture of an earlier process with guards of this one, and the code that repeats effects, if there are any."""
+
+    captured: Captured
+    recipe: stored_guards.GuardRecipe
+    guards: Any
+    code: types.CodeType | None
+
+    def done(self, operands: Sequence[Any]) -> CaptureDone:
+        """The capture of a call whose graph reads these operands."""
+        return CaptureDone(self.captured, operands, guards=self.guards, code=self.code)
 
 
 class Capturing(Protocol):
@@ -51,6 +66,8 @@ class Capturing(Protocol):
     model: torch.nn.Module
     loss: Any
     options: Settings
+    loaded: list[Loaded]
+    """The captures that calls of it have taken from the cache."""
     _code: Any
 
     @property
@@ -65,21 +82,31 @@ class Capturing(Protocol):
 
 
 def load(step: Capturing, scope: dict[str, Any]) -> CaptureDone | None:
-    """The capture of a step with these local variables of its traced function, if the cache has it."""
-    if not _may_be_stored(step):
+    """The capture of a step with these local variables of its traced function, if the cache has it.
+
+    None, too, if TorchDynamo has code for the call.
+    """
+    function = step._code
+    for known in step.loaded:
+        if known.guards.check(scope):
+            values = stored_guards.operands(known.recipe, scope, function.__globals__)
+            return None if values is None else known.done(values)
+    if first_to_run(function.__code__, scope) is not None or not _may_be_stored(step):
         return None
-    name, function = _name(step, scope), step._code
-    for path in _files(step.options.cache, name):
+    for path in _files(step.options.cache, _name(step, scope)):
         if (found := _read(path)) is None:
             continue
         captured, recipe, effects = found
         with torch._dynamo.config.patch(LIMITS), tracing():
             built = stored_guards.rebuilt(recipe, function.__code__, scope, function.__globals__)
         if built is not None:
-            guards, arguments = built
+            guards, operands = built
             stored_guards.note_sizes(recipe, function.__code__)
             code = None if effects is None else _linked(marshal.loads(effects), step, captured, guards)
-            return CaptureDone(captured, arguments, guards=guards, code=code)
+            step.loaded.append(Loaded(captured, recipe, guards, code))
+            with contextlib.suppress(OSError):  # a cache may be read-only
+                os.utime(path)
+            return step.loaded[-1].done(operands)
     return None
 
 
@@ -107,9 +134,10 @@ def keep(step: Capturing, done: CaptureDone, effects: Any, scope: dict[str, Any]
         return
     name, cache = _name(step, scope), step.options.cache
     mark = hashlib.sha256(repr((recipe.conditions, sorted(recipe.files.items()))).encode()).hexdigest()[:16]
-    path = _folder(cache) / f"{name}-{mark}.capture"
+    kind = _VARYING if captured.sized else _FIXED
+    path = _folder(cache) / f"{name}-{kind}-{mark}.capture"
     write(path, sealed(zlib.compress(content, 1), path.name))
-    for old in [*_files(cache, name)][KEPT:]:
+    for old in sorted(_files(cache, name), key=_time)[:-KEPT]:
         old.unlink(missing_ok=True)
 
 
@@ -163,10 +191,11 @@ def _folder(cache: Cache) -> Path:
 
 
 def _files(cache: Cache, name: str) -> Iterator[Path]:
-    """The captures under a name, the newest first."""
+    """The captures under a name: first those for fixed sizes, whose programs are the fastest, each the newest first."""
     folder = _folder(cache)
     if folder.exists() and usable(folder) == folder:
-        yield from sorted(folder.glob(f"{name}-*.capture"), key=_time, reverse=True)
+        for kind in (_FIXED, _VARYING):
+            yield from sorted(folder.glob(f"{name}-{kind}-*.capture"), key=_time, reverse=True)
 
 
 def _time(path: Path) -> float:

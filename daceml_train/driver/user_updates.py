@@ -21,18 +21,16 @@ from daceml_train.driver.along_paths import AlongPaths
 from daceml_train.driver.bound_optimizer import step_hooks, unstable_state
 from daceml_train.driver.bound_step import gradient_hooks, has_gradient_hooks, hook_tables
 from daceml_train.driver.checking import forwards_of
+from daceml_train.driver.stored_captures import Loaded
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.operators import NAMESPACE
-from daceml_train.frontends.torch.dynamo.tracing import RECOMPILATIONS, compiled, weakly, with_own_code
+from daceml_train.frontends.torch.dynamo.tracing import LIMITS, compiled, weakly, with_own_code
 from daceml_train.graph.graph import Graph
 from daceml_train.training.optimizers import has_update
 from daceml_train.training.user_update import UserCode, reads_gradients
 
 FIRST_STEPS = 2
 """The steps that PyTorch takes before an optimizer of the user's is traced: the second one shows what state moves."""
-
-LIMITS = {"recompile_limit": RECOMPILATIONS, "skip_nnmodule_hook_guards": True}
-"""TorchDynamo's settings while it traces a step, which compares hooks itself."""
 
 _OPTIMIZERS = os.path.dirname(torch.optim.__file__) + os.sep
 _marks = getattr(torch.ops, NAMESPACE)
@@ -71,6 +69,7 @@ class UserUpdates(AlongPaths):
         if (hooks := self._hooked()) == self._hooks:
             return
         self._hooks = hooks
+        self.loaded: list[Loaded] = []
         self._bound.clear()
         self._in_pieces.clear()
         self._without_paths.clear()

@@ -236,6 +236,12 @@ def _fits(recipe: GuardRecipe, source: Source, value: Any) -> bool:
     return len(sizes) == value.ndim and all(n in (None, size) for n, size in zip(sizes, value.shape, strict=True))
 
 
+def operands(recipe: GuardRecipe, scope: Scope, names: Scope) -> list[Any] | None:
+    """What the graph is called with where guards that were built hold."""
+    values = _values(recipe.arguments, scope, names)
+    return None if values is None else _operands(values, recipe.numbers)
+
+
 def _operands(values: Sequence[Any], numbers: Collection[int]) -> list[Any]:
     """What the graph is called with, as TorchDynamo's code calls it."""
     return [torch._as_tensor_fullprec(v) if i in numbers else v for i, v in enumerate(values)]
@@ -246,7 +252,9 @@ def note_sizes(recipe: GuardRecipe, code: types.CodeType) -> None:
     known = pgo.get_code_state()[pgo.CodeId.make(code)].automatic_dynamic
     for source, sizes in recipe.sizes.items():
         if get_local_source_name(source) not in (None, "self"):
-            known[source.name] = pgo.FrameStateSizeEntry.make_tensor(sizes["size"], sizes["stride"])
+            size, stride = ([pgo.auto_dynamic if n is None else n for n in sizes[of]] for of in ("size", "stride"))
+            entry: Any = pgo.FrameStateSizeEntry
+            known[source.name] = entry.make_tensor(tuple(size), tuple(stride))
 
 
 def _files(codes: Sequence[types.CodeType]) -> dict[str, str]:

@@ -63,6 +63,9 @@ from daceml_train.frontends.torch.dynamo.entering import entered, settings
 RECOMPILATIONS = 64
 """Programs per module or step before Dynamo stops: modes, frozen sets of parameters and kinds of arguments."""
 
+LIMITS = {"recompile_limit": RECOMPILATIONS, "skip_nnmodule_hook_guards": True}
+"""Settings while a step is traced, which compares hooks itself."""
+
 FAILURES = 2
 """How often TorchDynamo may stumble over a function before Python runs it for good."""
 
