@@ -26,6 +26,7 @@ RUNS: dict[str, tuple[Callable[..., dict[str, Any]], int]] = {
     "steps": (runs.steps, 20000),
     "shapes": (runs.shapes, 2000),
     "models": (runs.models, 300),
+    "dropped": (runs.dropped, 300),
     "threads": (runs.threads, 500),
 }
 

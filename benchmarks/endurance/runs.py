@@ -113,6 +113,27 @@ def models(count: int, cache: Path, say: Say) -> dict[str, Any]:
     return {**often(count, work, say), "models": count, "difference": worst, "breaks": breaks}
 
 
+def dropped(count: int, cache: Path, say: Say) -> dict[str, Any]:
+    """Many equal models, as searches and notebooks make them: a step and an optimized module of each, then dropped.
+
+    Nothing of TorchDynamo's is reset in between: what it keeps of code that has gone would show.
+    """
+    worst, breaks = 0.0, 0
+
+    def work(number: int) -> None:
+        nonlocal worst, breaks
+        torch.default_generator.manual_seed(number)
+        pair = Pair(perceptron(), cache)
+        module = dt.optimize(perceptron().double(), cache=cache)
+        for turn in range(2):
+            pair.train(*batch(turn))
+            x, y = batch(turn)
+            nn.functional.mse_loss(module(x), y).backward()
+        worst, breaks = max(worst, pair.worst), breaks + len(pair.step.breaks)
+
+    return {**often(count, work, say), "models": count, "difference": worst, "breaks": breaks}
+
+
 def shapes(count: int, cache: Path, say: Say) -> dict[str, Any]:
     """One model on batches whose size changes at every step.
 

@@ -44,7 +44,7 @@ def _cache(options: argparse.Namespace) -> int:
         print(f"{bytes_text(Cache(folder).clear())} removed from {folder}")
         return 0
     print(folder)
-    for kind in ("programs", "kernels", "native"):
+    for kind in ("captures", "programs", "kernels", "native"):
         files = [f for f in (folder / kind).rglob("*") if f.is_file()]
         print(f"  {kind:9} {len(files):6}  {bytes_text(sum(f.stat().st_size for f in files)):>9}")
     return 0

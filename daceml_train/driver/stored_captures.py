@@ -31,7 +31,7 @@ from daceml_train.driver.capture_only import CaptureDone
 from daceml_train.driver.settings import Settings
 from daceml_train.driver.store import environment
 from daceml_train.frontends.torch.capture.capture import Captured
-from daceml_train.frontends.torch.dynamo import stored_guards
+from daceml_train.frontends.torch.dynamo import floats, stored_guards
 from daceml_train.frontends.torch.dynamo.tracing import LIMITS, first_to_run, tracing
 from daceml_train.ops.operator import REGISTRY
 from daceml_train.plugins import source_key
@@ -69,6 +69,7 @@ class Capturing(Protocol):
     loaded: list[Loaded]
     """The captures that calls of it have taken from the cache."""
     _code: Any
+    _captures: int
 
     @property
     def selects(self) -> bool:
@@ -101,9 +102,11 @@ def load(step: Capturing, scope: dict[str, Any]) -> CaptureDone | None:
             built = stored_guards.rebuilt(recipe, function.__code__, scope, function.__globals__)
         if built is not None:
             guards, operands = built
-            stored_guards.note_sizes(recipe, function.__code__)
+            stored_guards.note(recipe, function.__code__, scope, function.__globals__)
+            floats.note(step.model, stored_guards.floats_of(recipe, scope, function.__globals__))
             code = None if effects is None else _linked(marshal.loads(effects), step, captured, guards)
             step.loaded.append(Loaded(captured, recipe, guards, code))
+            step._captures += 1  # what is counted of traces decides whether Python runs the step
             with contextlib.suppress(OSError):  # a cache may be read-only
                 os.utime(path)
             return step.loaded[-1].done(operands)

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -113,6 +113,21 @@ class _Held:
 _held: weakref.WeakKeyDictionary[nn.Module, _Held] = weakref.WeakKeyDictionary()
 
 
+def note(model: nn.Module, inputs: Iterable[tuple[Any, str]]) -> None:
+    """Note the floats of a model as if it had been traced; some of them are `inputs`: objects, and names of floats."""
+    held = _held.setdefault(model, _Held())
+    for module in model.modules():
+        for name, value in vars(module).items() if _of_user(module) else ():
+            if type(value) is float:
+                held.note(module, name, value)
+    held.inputs = held.inputs or any(_of_user(owner) for owner, _ in inputs)
+
+
+def _of_user(owner: Any) -> bool:
+    """Whether an object is a module, and none of PyTorch's."""
+    return isinstance(owner, nn.Module) and not type(owner).__module__.startswith("torch.nn.")
+
+
 def _hyperparameter(builder: Any, value: float) -> bool:
     """Whether a float is a hyper-parameter by where it is: in the loss, or the one that an operator of ours reads.
 
@@ -131,7 +146,7 @@ def _hyperparameter(builder: Any, value: float) -> bool:
         return True
     if value > 0 and any(isinstance(owner, kind) and source.member == name for kind, name in _OF_LARGE_MODULES):
         return True
-    if not isinstance(owner, nn.Module) or type(owner).__module__.startswith("torch.nn."):
+    if not _of_user(owner):
         return False
     if source.name.startswith("L['self'].loss"):
         return True

@@ -30,7 +30,7 @@ from torch._dynamo import pgo
 from torch._dynamo.guards import CheckFunctionManager, ShapeCodeParts, convert_int_to_concrete_values
 from torch._dynamo.mutation_guard import install_generation_tagging_init
 from torch._dynamo.output_graph import OutputGraph, OutputGraphGuardsState
-from torch._dynamo.source import get_global_source_name, get_local_source_name
+from torch._dynamo.source import AttrSource, get_global_source_name, get_local_source_name
 from torch._guards import Guard, Source
 from torch.fx.experimental.symbolic_shapes import _ShapeGuardsHelper
 from torch.utils.weak import TensorWeakRef
@@ -39,6 +39,7 @@ from daceml_train.frontends.torch.dynamo.identities import Identities
 from daceml_train.frontends.torch.traces import Traces
 
 _CODE = {"FUNCTION_MATCH", "CLOSURE_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH"}
+_CONSTANTS = {"CONSTANT_MATCH", "EQUALS_MATCH"}
 _BY_ADDRESS = {*_CODE, "ID_MATCH", "NN_MODULE", "WEAKREF_ALIVE"}
 """Guards on the very object: a trace may have depended on all of it."""
 GRAPH = "__compiled_fn"
@@ -247,14 +248,32 @@ def _operands(values: Sequence[Any], numbers: Collection[int]) -> list[Any]:
     return [torch._as_tensor_fullprec(v) if i in numbers else v for i, v in enumerate(values)]
 
 
-def note_sizes(recipe: GuardRecipe, code: types.CodeType) -> None:
-    """Let TorchDynamo know the sizes of a call as if it had traced it: those that differ later are symbols then."""
-    known = pgo.get_code_state()[pgo.CodeId.make(code)].automatic_dynamic
+def note(recipe: GuardRecipe, code: types.CodeType, scope: Scope, names: Scope) -> None:
+    """Let TorchDynamo know sizes and numbers of a call as if it had traced it: what differs later becomes a symbol."""
+    entry: Any = pgo.FrameStateSizeEntry
+    known: Any = pgo.get_code_state()[pgo.CodeId.make(code)].automatic_dynamic
     for source, sizes in recipe.sizes.items():
         if get_local_source_name(source) not in (None, "self"):
             size, stride = ([pgo.auto_dynamic if n is None else n for n in sizes[of]] for of in ("size", "stride"))
-            entry: Any = pgo.FrameStateSizeEntry
-            known[source.name] = entry.make_tensor(tuple(size), tuple(stride))
+            known[source.name] |= entry.make_tensor(tuple(size), tuple(stride))
+    constants = [
+        g.originating_source for g in recipe.guards if g.create_fn_name() in ("CONSTANT_MATCH", "EQUALS_MATCH")
+    ]
+    for source, value in _objects(constants, scope, names):
+        if type(value) is int:
+            known[source.name] |= entry.make_scalar(value)
+    for source, value in _objects(recipe.arguments, scope, names):
+        if type(value) is int:
+            known[source.name] |= entry.make_scalar(pgo.auto_dynamic)
+
+
+def floats_of(recipe: GuardRecipe, scope: Scope, names: Scope) -> Iterator[tuple[Any, str]]:
+    """The objects whose floats the graph reads, and the names of these floats."""
+    for position in recipe.numbers:
+        source = recipe.arguments[position]
+        if isinstance(source, AttrSource):
+            for _, owner in _objects([source.base], scope, names):
+                yield owner, source.member
 
 
 def _files(codes: Sequence[types.CodeType]) -> dict[str, str]:
