@@ -162,6 +162,21 @@ def test_other_sizes(tmp_path: Path, traced: Traced) -> None:
     assert steps() == (0, 2)  # the capture for varying sizes is loaded once
 
 
+def test_a_number_that_the_graph_reads(tmp_path: Path, traced: Traced) -> None:
+    """Another probability of dropout is no other trace."""
+    user = module(tmp_path)
+    for rate in (0.1, 0.4):
+        model = net(user)
+        model.drop.p = rate
+        step = dt.training_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), 0.01), cache=tmp_path / "cache")
+        kept = []
+        for _ in range(40):
+            step(torch.ones(5, 4), torch.zeros(5, 1))
+            kept.append(model.drop.p)
+        assert set(kept) == {rate} and step.breaks == []
+    assert traced.count == 1
+
+
 @pytest.mark.parametrize(
     "change",
     [

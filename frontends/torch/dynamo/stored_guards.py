@@ -256,9 +256,7 @@ def note(recipe: GuardRecipe, code: types.CodeType, scope: Scope, names: Scope) 
         if get_local_source_name(source) not in (None, "self"):
             size, stride = ([pgo.auto_dynamic if n is None else n for n in sizes[of]] for of in ("size", "stride"))
             known[source.name] |= entry.make_tensor(tuple(size), tuple(stride))
-    constants = [
-        g.originating_source for g in recipe.guards if g.create_fn_name() in ("CONSTANT_MATCH", "EQUALS_MATCH")
-    ]
+    constants = [g.originating_source for g in recipe.guards if g.create_fn_name() in _CONSTANTS]
     for source, value in _objects(constants, scope, names):
         if type(value) is int:
             known[source.name] |= entry.make_scalar(value)
@@ -348,7 +346,8 @@ def _conditions(guards: Sequence[Guard], scope: Scope, names: Scope) -> tuple[An
     for guard, (source, value) in zip(
         guards, _objects([g.originating_source for g in guards], scope, names), strict=True
     ):
-        identity = "absent" if value is _ABSENT else identities.of(value)
+        typed = guard.create_fn_name() == "TYPE_MATCH" and value is not _ABSENT  # a number that varies, for instance
+        identity = "absent" if value is _ABSENT else identities.of(type(value) if typed else value)
         if identity is None:
             if _BY_ADDRESS & {guard.create_fn_name(), *(guard.guard_types or ())}:
                 return None
