@@ -80,11 +80,13 @@ def test_all_floats_of_a_model_become_inputs_at_the_first_change(tmp_path: Path)
 
     changes = [setting(), setting(mix=0.25), setting(scale=0.5), setting(slope=0.3), setting(shift=-0.1, mix=0.75)]
     batches = functools.partial(labelled, dtype=torch.float64)
-    step = against_eager(Scaled().double(), changes, tmp_path, batches)
+    step = against_eager(Scaled().double(), changes, tmp_path / "some", batches)
     assert len(step.records) == 2
     changes += [setting(threshold=0.95), setting(scale=2.0), setting(threshold=0.8), setting(threshold=0.99)]
-    step = against_eager(Scaled().double(), changes, tmp_path, batches)
+    step = against_eager(Scaled().double(), changes, tmp_path / "all", batches)
     assert len(step.records) == 3
+    step = against_eager(Scaled().double(), changes, tmp_path / "all", batches)
+    assert len(step.records) == 2  # those with inputs were captured before
 
 
 class Sized(Scaled):
