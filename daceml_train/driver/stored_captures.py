@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import json
 import marshal
 import os
 import pickle
@@ -167,10 +168,12 @@ def _name(step: Capturing, scope: dict[str, Any]) -> str:
     kinds = type(step), type(step.model), type(step.loss), step.loss
     names = [f"{getattr(k, '__module__', '')}.{getattr(k, '__qualname__', '')}" for k in kinds]
     versions = [sys.version, str(sys.flags), *_installed(tuple(sys.path)), source_key(REGISTRY.values())]
-    state = torch._C._dynamo.guards.GlobalStateGuard()
+    flags = torch._C._dynamo.guards.GlobalStateGuard()
+    state = json.loads(str(flags.__getstate__()))
+    del state["num_threads"]  # a step compiled in the background is captured on one
     options = f"{step.options.randomness} {step.selects} {step.options.dynamic} {len(scope['targets'])}"
     arguments = str([_kind(leaf) for leaf in pytree.tree_leaves([scope["inputs"], *scope["targets"]])])
-    text = "\n".join([environment(), *versions, str(state.__getstate__()), _settings(), *names, options, arguments])
+    text = "\n".join([environment(), *versions, json.dumps(state), _settings(), *names, options, arguments])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
