@@ -21,9 +21,8 @@ def raise_from_handler(error: BaseException) -> None:
     """Raise what a handler of a signal has raised, if `error` is that or came of it."""
     codes = set(_handlers())
     for cause in _causes(error) if codes else ():
-        trace = (
-            cause.__traceback__ if getattr(cause, "inner_exception", None) is None else None
-        )  # TorchDynamo's, around
+        around = getattr(cause, "inner_exception", None) is not None  # TorchDynamo's error, of another one
+        trace = None if around else cause.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code in codes:
                 raise cause

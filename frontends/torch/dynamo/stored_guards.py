@@ -101,8 +101,17 @@ def _install() -> None:
     def record(self: Any, code: types.CodeType, output_graph: Any, *arguments: Any, **keywords: Any) -> None:
         init(self, code, output_graph, *arguments, **keywords)
         if traces.depth and isinstance(output_graph, OutputGraph):  # not one that was stored
-            guards = list(output_graph.guards)
-            traces.last = code, output_graph.dump_guards_state(), guards, list(output_graph.traced_code)
+            order, sizes = output_graph.guard_on_key_order, output_graph.input_source_to_sizes_strides
+            builtin = output_graph.name_of_builtins_dict_key_in_fglobals or ""
+            # Not what was traced: nobody may ask for it, and it would live until the next trace.
+            traces.last = (
+                code,
+                list(output_graph.guards),
+                set(order),
+                dict(sizes),
+                builtin,
+                list(output_graph.traced_code),
+            )
 
     graphs: Any = OutputGraph
     install_global = graphs.install_global_unsafe
@@ -149,14 +158,14 @@ class Traced:
 
 def recipe_of(recorded: Any, trace: Traced) -> GuardRecipe | None:
     """What was recorded of a trace, if it can be stored."""
-    code, state, every, files = recorded
+    code, every, order, read, builtin, files = recorded
     sources = tuple(source for source in trace.sources if source is not None)
     if code is not trace.code or len(sources) < len(trace.sources):
         return None
     if any("get_num_threads" in traced.co_names for traced in files):  # which is no condition elsewhere
         return None
     guards = sorted(every, key=Guard.sort_key)
-    used = map(get_global_source_name, [*(g.originating_source for g in guards), *sources, *state.guard_on_key_order])
+    used = map(get_global_source_name, [*(g.originating_source for g in guards), *sources, *order])
     modules = _modules({*filter(None, used), *_generated_names(trace)}, trace)
     conditions = _conditions(guards, trace.scope, trace.names)
     found = _values(sources, trace.scope, trace.names)
@@ -167,14 +176,14 @@ def recipe_of(recorded: Any, trace: Traced) -> GuardRecipe | None:
         return None
     sizes = {
         source: {name: tuple(map(convert_int_to_concrete_values, numbers)) for name, numbers in of.items()}
-        for source, of in state.input_source_to_sizes_strides.items()
+        for source, of in read.items()
     }
     return GuardRecipe(
         guards=tuple(map(_unbound, guards)),
-        key_order=frozenset(state.guard_on_key_order),
+        key_order=frozenset(order),
         sizes=sizes,
         modules=modules,
-        builtins=state.name_of_builtins_dict_key_in_fglobals or "",
+        builtins=builtin,
         arguments=sources,
         numbers=numbers,
         relations=tuple(text for g in every if g.create_fn_name() == _SIZES for text in g.code_list or ()),
