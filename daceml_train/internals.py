@@ -197,6 +197,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._C.DispatchKeySet",
         "torch._C._ExcludeDispatchKeyGuard",
         "torch._C._autograd._get_current_graph_task_keep_graph",
+        "torch._C._current_graph_task_id",
         "torch._C._autograd._profiler_enabled",
         "torch._C._autograd._top_saved_tensors_default_hooks",
         "torch._C._autograd._unsafe_set_version_counter",

@@ -19,6 +19,7 @@ from daceml_train.frontends.torch.recursion.batch import Batch, Members
 from daceml_train.frontends.torch.recursion.cells import TRACING, Cell
 from daceml_train.frontends.torch.recursion.derivatives import first_only
 from daceml_train.frontends.torch.recursion.kinds import DATA, Layout
+from daceml_train.frontends.torch.recursion.reached import Reach
 from daceml_train.frontends.torch.recursion.runs import Run
 from daceml_train.runtime.levels import last_seconds
 
@@ -71,7 +72,7 @@ class ForestProgram:
         wanted = [k for k in self.wanted if k not in shared or k in read]
         arrays = [t if k in wanted else t.detach() for k, t in enumerate(batch.arrays)]
         if torch.is_grad_enabled() and any(t.requires_grad for t in arrays):
-            results: Sequence[torch.Tensor] = _Levels.apply(self, *arrays)  # type: ignore[no-untyped-call]
+            results: Sequence[torch.Tensor] = _Levels.apply(self, batch.reach, *arrays)  # type: ignore[no-untyped-call]
             return results
         results = run_with_layout(self.compiled.forward, arrays)[: self.compiled.results]
         if WATCHERS:
@@ -83,13 +84,13 @@ class _Levels(torch.autograd.Function):
     """A batch's levels as one node of PyTorch's autograd."""
 
     @staticmethod
-    def forward(ctx: Any, program: ForestProgram, *arrays: torch.Tensor) -> Any:
+    def forward(ctx: Any, program: ForestProgram, reach: Reach, *arrays: torch.Tensor) -> Any:
         outputs = run_with_layout(program.compiled.forward, arrays)
         results, saved = outputs[: program.compiled.results], outputs[program.compiled.results :]
         if WATCHERS:
             _tell(arrays[0], False)
         ctx.bounds = arrays[0]
-        ctx.program, ctx.count = program, len(arrays)
+        ctx.program, ctx.reach, ctx.count = program, reach, len(arrays)
         ctx.shapes = [(results[i].shape, results[i].dtype) for i in program.compiled.cotangents]
         results = apart(results, saved)
         ctx.save_for_backward(*(arrays[i] for i in program.kept), *saved)
@@ -104,8 +105,8 @@ class _Levels(torch.autograd.Function):
         compiled = program.compiled
         gradients: list[torch.Tensor | None] = [None] * ctx.count
         given = [cotangents[i] for i in compiled.cotangents]
-        absent = {k for k, g in enumerate(given) if g is None}
-        if compiled.backward is not None and len(absent) < len(given):
+        reached = ctx.reach(cotangents)
+        if compiled.backward is not None and not reached.isdisjoint(program.wanted):
             dense = [
                 torch.zeros(shape, dtype=dtype) if g is None else g
                 for g, (shape, dtype) in zip(given, ctx.shapes, strict=True)
@@ -114,9 +115,9 @@ class _Levels(torch.autograd.Function):
             if WATCHERS:
                 _tell(ctx.bounds, True)
             for position, index in program.wanted.items():
-                if not compiled.sources[index] <= absent:
+                if position in reached:
                     gradients[position] = found[index]
-        return None, *gradients
+        return None, None, *gradients
 
 
 class Forests:

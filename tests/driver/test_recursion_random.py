@@ -85,6 +85,11 @@ KEPT = [
     "x = x + (0 if self.last is None else self.last)",
     "self.visits += part.word",
 ]
+CUTS = [
+    "y = y if node.word % 2 else y.detach()\nx = x + self.layer(str(node.word))(x) * y",
+    "x = self.layer(str(part.word))(x if node.word % 3 else x.detach()) + y",
+    "v = self.layer(str(node.word))(y)[:, 1:]",
+]
 USES = ["x = x + v.sum()", "x = x + v.detach().mean()"]
 HANDLED = """
 try:
@@ -103,6 +108,9 @@ def program(seed: int) -> str:
     chosen = [r.choice(r.choice([COMPUTES, *few])) for _ in range(r.randint(2, 6))]
     if r.random() < 0.3:  # a view, a look, and a change, one after the other
         chosen += [r.choice(VIEWS), r.choice(LOOKS[:2]), r.choice(CHANGES), r.choice(USES)]
+    cuts = random.Random(seed + 1000)
+    if cuts.random() < 0.4:  # parameters without a gradient
+        chosen.insert(cuts.randrange(len(chosen)), cuts.choice(CUTS))
     body = textwrap.indent("\n".join(chosen), " " * 12)
     decorator = r.choice(["@dt.recursive", ""])
     return HEAD.format(
@@ -131,12 +139,13 @@ def calls(model: Any, called: Any, seeds: Iterator[int] | range) -> Iterator[Any
         torch.manual_seed(seed)
         result = called(trees(seed))
         result.backward(torch.linspace(-1, 2, result.numel(), dtype=result.dtype).view(result.shape))
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-        tensors = [result.detach(), *gradients, *model.buffers(), torch.rand(2)]
-        yield tensors, (list(model.seen), model.visits, None if model.last is None else model.last.clone())
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        tensors = [result.detach(), *gradients.values(), *model.buffers(), torch.rand(2)]
+        last = None if model.last is None else model.last.clone()
+        yield tensors, (list(model.seen), model.visits, list(gradients), last)
 
 
-SEEDS = (13, 38, 74, 130, *range(12))
+SEEDS = (13, 38, 52, 74, 130, *range(12))
 
 
 @pytest.mark.filterwarnings("ignore:daceml_train")
@@ -155,6 +164,6 @@ def test_random_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         found = calls(model, dt.optimize(model), range(3))
         for (tensors, python), (others, kept) in zip(found, expected, strict=True):
             torch.testing.assert_close(tensors, others, rtol=1e-11, atol=1e-12, msg=program(seed))
-            assert python[:2] == kept[:2], program(seed)
-            torch.testing.assert_close(python[2], kept[2], rtol=1e-11, atol=1e-12)
+            assert python[:3] == kept[:3], program(seed)
+            torch.testing.assert_close(python[3], kept[3], rtol=1e-11, atol=1e-12)
     assert refused < len(SEEDS) // 2

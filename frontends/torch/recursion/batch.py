@@ -13,6 +13,7 @@ from daceml_train.frontends.torch.recursion.cells import Cell
 from daceml_train.frontends.torch.recursion.forest import alive, rows
 from daceml_train.frontends.torch.recursion.kinds import DATA, Kind, Layout
 from daceml_train.frontends.torch.recursion.lazy import Lazy
+from daceml_train.frontends.torch.recursion.reached import Marks, Reach, apart
 from daceml_train.frontends.torch.recursion.runs import Run
 
 
@@ -124,15 +125,22 @@ class Batch:
         counts += [padded(len(found)) for found in self.fed.values()]
         self.starts = np.cumsum([0, *counts]).tolist()
         self.counts = counts
-        self.arrays = [self._bounds(), *[s.tensor for s in layout.shared]]
+        bounds = self._bounds()
+        children: dict[int, np.ndarray[Any, Any]] = {}
+        data: dict[int, Marks] = {}
+        self.arrays = [torch.from_numpy(bounds), *[s.tensor for s in layout.shared]]
         for kind, count in zip(layout.every, counts, strict=True):
             for k, ((operand, state), meta) in enumerate(zip(kind.inputs, layout.metas(kind), strict=True)):
                 if state is not None:
-                    self.arrays.append(self._numbers(kind, k, mixed.get(operand), count))
+                    children[operand] = self._numbers(kind, k, mixed.get(operand), count)
+                    self.arrays.append(torch.from_numpy(children[operand]))
                 else:
                     found = self.fed[self._state(kind)] if kind.cell is None else self._data(kind, k)
                     unused = meta.dtype, meta.device, (count - len(found), *meta.shape)
-                    self.arrays.append(_filled(rows(found) if len(found) else None, *unused))
+                    given, marks = rows(found) if len(found) else (None, None)
+                    self.arrays.append(_filled(given, *unused))
+                    data |= {} if marks is None else {operand: marks}
+        self.reach = Reach(layout, bounds, counts, children, data)
 
     @property
     def shared_arrays(self) -> set[int]:
@@ -175,7 +183,7 @@ class Batch:
                         fed.append(a)
                 yield operand, found
 
-    def _numbers(self, kind: Kind, k: int, mixed: list[tuple[int | None, int]] | None, count: int) -> torch.Tensor:
+    def _numbers(self, kind: Kind, k: int, mixed: list[tuple[int | None, int]] | None, count: int) -> columns.Numbers:
         """The rows of children."""
         assert kind.cell is not None
         numbers: Any
@@ -188,9 +196,9 @@ class Batch:
             numbers = []
         result = np.zeros(count, dtype=np.int64)
         result[: len(numbers)] = numbers
-        return torch.from_numpy(result)
+        return result
 
-    def _bounds(self) -> torch.Tensor:
+    def _bounds(self) -> columns.Numbers:
         """The bounds of levels; rows that are fed stand before all calls."""
         first = 1 if self.fed else 0
         heights = [columns.heights(runs) + first for runs in self.calls]
@@ -202,7 +210,7 @@ class Batch:
             bounds[:, kind] = np.searchsorted(own, levels, side="left")
         for kind, fed in enumerate(self.fed.values(), len(self.layout.kinds)):
             bounds[1:, kind] = len(fed)
-        return torch.from_numpy(bounds)
+        return bounds
 
     # ---- values -------------------------------------------------------------------------------------------------
     def finish(self, results: Sequence[torch.Tensor]) -> None:
@@ -215,15 +223,16 @@ class Batch:
         self.calls = self.every = []
         del self.members
 
-    def place(self, value: Lazy) -> tuple[torch.Tensor, int]:
-        """The tensor and the row in it that have a value."""
+    def place(self, value: Lazy) -> tuple[torch.Tensor, Marks, int]:
+        """The tensor that has a value, what its readers mark, and the row."""
         run = value.source
         assert isinstance(run, Run)
         is_state, result = run.group.outputs[value.index]
-        return self.results[result], run.position - (0 if is_state else self.starts[run.group.number])
+        row = run.position - (0 if is_state else self.starts[run.group.number])
+        return self.results[result], self.reach.results[result], row
 
-    def places(self, values: Sequence[Any]) -> tuple[torch.Tensor, np.ndarray[Any, Any]] | None:
-        """The tensor that has all values, and their rows in it; None if they are in several, or of other batches."""
+    def places(self, values: Sequence[Any]) -> tuple[torch.Tensor, Marks, columns.Numbers] | None:
+        """The same for all values and their rows; None if they are in several tensors, or of other batches."""
         values = values if type(values) is list else list(values)
         if not columns.all_of(values, self):
             return None
@@ -232,11 +241,11 @@ class Batch:
         if any(r[1] != result for r in results):
             return None
         start = 0 if is_state else self.starts[number]
-        return self.results[result], columns.positions(values) - start
+        return self.results[result], self.reach.results[result], columns.positions(values) - start
 
     def value(self, value: Lazy) -> torch.Tensor:
         """A computed value."""
         if value.value is not None:
             return value.value
-        tensor, row = self.place(value)
-        return tensor[row].clone()  # user code may change it in place, and not its neighbors
+        tensor, marks, row = self.place(value)
+        return apart(tensor, [row], marks)[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -298,25 +300,35 @@ class Cell:
         except Exception:  # whatever it is, `graph` has told it
             return False
 
-    @property
-    def differentiated(self) -> set[Shared]:
-        """The shared tensors on which outputs depend with a gradient."""
-        flows: list[set[Shared]] = []
-        found: set[Shared] = set()
+    @functools.cached_property
+    def flows(self) -> list[tuple[frozenset[int], frozenset[Shared]]]:
+        """The inputs and the shared tensors on which each value depends with a gradient."""
+        flows: list[tuple[frozenset[int], frozenset[Shared]]] = []
+        numbers = itertools.count()
+        inputs, shared = set[int](), set[Shared]()
 
         def note(entry: Any) -> None:
-            if type(entry) is Shared and entry.tensor.requires_grad:
-                found.add(entry)
+            if type(entry) is Shared:
+                shared.update([entry] if entry.tensor.requires_grad else [])
             elif type(entry) is Reference and entry.local:
-                found.update(flows[entry.number])
+                inputs.update(flows[entry.number][0])
+                shared.update(flows[entry.number][1])
+            elif self.inputs[number := entry.number if type(entry) is Reference else next(numbers)].requires_grad:
+                inputs.add(number)
 
         for each in self.operators:
             assert each.operator is not None
-            found = set()
+            inputs, shared = set(), set()
             for entry in each.operator[2:]:
                 decoded(entry, note)
-            flows += [found if m.requires_grad else set() for m in each.made]
-        return set().union(*(flows[k] for k in self.outputs))
+            found = frozenset(inputs), frozenset(shared)
+            flows += [found if m.requires_grad else (frozenset(), frozenset()) for m in each.made]
+        return flows
+
+    @property
+    def differentiated(self) -> set[Shared]:
+        """The shared tensors on which outputs depend with a gradient."""
+        return {shared for k in self.outputs for shared in self.flows[k][1]}
 
     def _mapped(self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
         number = torch.arange(count)

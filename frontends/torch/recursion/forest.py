@@ -12,6 +12,7 @@ import torch
 from daceml_train.frontends.torch.recursion.cells import Cell
 from daceml_train.frontends.torch.recursion.derivatives import first_only
 from daceml_train.frontends.torch.recursion.lazy import Lazy, Meta, known, set_value
+from daceml_train.frontends.torch.recursion.reached import Marks, Mask, Part, apart, gathered
 from daceml_train.frontends.torch.recursion.runs import Pick, Run, Shared
 
 
@@ -35,10 +36,12 @@ class Forest:
         self.fixed: list[tuple[Meta, int, Any]] = []
         """Rows of buffers that no group computes."""
         self.arrays: list[torch.Tensor] = []
+        self.array_marks: list[Marks | None] = []
         self.groups = self._grouped(structures, runs)
         for group in self.groups:
             self._bind(group)
         self.shared: dict[Shared, None] = {s: None for group in self.groups for s in group.cell.shared}
+        self.marks = {m: Marks() for m in self.sizes}
         self.buffers = self._run()
         for group in self.groups:
             for run in group.runs:
@@ -75,7 +78,9 @@ class Forest:
                 group.operands.append((m, torch.from_numpy(np.array([self._row(a, m) for a in found]))))
             else:
                 group.operands.append((None, len(self.arrays)))
-                self.arrays.append(rows(found))
+                array, marks = rows(found)
+                self.arrays.append(array)
+                self.array_marks.append(marks)
 
     def _row(self, a: Any, m: Meta) -> int:
         if type(a) is Lazy and type(a.source) is Run and a.source.forest is self:
@@ -122,27 +127,24 @@ class Forest:
     def backward(self, cotangents: Sequence[torch.Tensor | None], saved: list[Any], keep: bool) -> list[Any]:
         """The cotangents of shared tensors, fixed rows, and arrays."""
         of: dict[Meta, torch.Tensor] = {}
-        reached = {m for m, given in zip(self.sizes, cotangents, strict=True) if given is not None}
+        reached: dict[Meta, Mask] = {}
         for (m, n), given in zip(self.sizes.items(), cotangents, strict=True):
             if m.requires_grad:
                 of[m] = torch.zeros((n, *m.shape), dtype=m.dtype, device=m.device) if given is None else given.clone()
+                marked = None if given is None else self.marks[m].rows
+                reached[m] = np.full(n, given is not None) if marked is None else marked.copy()
         shared: dict[Shared, torch.Tensor] = {}
         arrays: list[Any] = [None] * len(self.arrays)
         for group, (inputs, own, outputs) in zip(self.groups[::-1], saved[::-1], strict=True):
-            seeds: list[torch.Tensor] = []
-            results: list[torch.Tensor] = []
-            for k, tensor in zip(group.starts, outputs, strict=True):  # the cell may have more outputs since
-                if tensor.requires_grad and group.cell.metas[k] in reached:
-                    start = group.starts[k]
-                    results.append(tensor)
-                    seeds.append(of[group.cell.metas[k]][start : start + group.count])
+            results, seeds = self._seeds(group, outputs, of, reached)
             wanted = [t for t in (*inputs, *own) if t.requires_grad]
             if not results or not wanted:
                 continue
+            through = self._spread(group, reached)
             found = torch.autograd.grad(results, wanted, seeds, retain_graph=keep, allow_unused=True)
             by_id = {id(t): g for t, g in zip(wanted, found, strict=True)}
-            for (buffer, at), tensor in zip(group.operands, inputs, strict=True):
-                if (gradient := by_id.get(id(tensor))) is None:
+            for k, ((buffer, at), tensor) in enumerate(zip(group.operands, inputs, strict=True)):
+                if (gradient := by_id.get(id(tensor))) is None or k not in through:
                     continue
                 if buffer is None:
                     arrays[at] = gradient
@@ -150,23 +152,48 @@ class Forest:
                     total = of[buffer]
                     own_rows = gradient.untyped_storage().data_ptr() == total.untyped_storage().data_ptr()
                     total.index_add_(0, at, gradient.clone() if own_rows else gradient)
-                    reached.add(buffer)
             for s, tensor in zip(group.cell.shared, own, strict=True):
-                if (gradient := by_id.get(id(tensor))) is not None:
+                if s in through and (gradient := by_id.get(id(tensor))) is not None:
                     shared[s] = gradient if s not in shared else shared[s] + gradient
-        rows = [of[m][row] if m in reached else None for m, row, _ in self.fixed]
+        rows = [of[m][row] if m in reached and reached[m][row] else None for m, row, _ in self.fixed]
         return [*[shared.get(s) for s in self.shared], *rows, *arrays]
 
-    def place(self, value: Lazy) -> tuple[torch.Tensor, int]:
-        """The tensor and the row in it that have a value."""
+    def _seeds(self, group: Group, outputs: Sequence[torch.Tensor], of: Any, reached: dict[Meta, Mask]) -> Any:
+        """The results of a group that are reached, and their gradients."""
+        found = []
+        for k, tensor in zip(group.starts, outputs, strict=True):  # the cell may have more outputs since
+            own, start = group.cell.metas[k], group.starts[k]
+            if tensor.requires_grad and own in reached and reached[own][start : start + group.count].any():
+                found.append((tensor, of[own][start : start + group.count]))
+        return [tensor for tensor, _ in found], [seed for _, seed in found]
+
+    def _spread(self, group: Group, reached: dict[Meta, Mask]) -> set[Any]:
+        """The inputs, by number, and the shared tensors that are reached through a group; their rows are marked."""
+        found: set[Any] = set()
+        for k, start in group.starts.items():
+            own, (inputs, shared) = group.cell.metas[k], group.cell.flows[k]
+            mask = reached[own][start : start + group.count] if own in reached else np.zeros(0, dtype=bool)
+            if not mask.any():
+                continue
+            found |= shared | inputs
+            for number in inputs:
+                buffer, at = group.operands[number]
+                if buffer is not None:
+                    reached[buffer][at.numpy()[mask]] = True
+                elif (marks := self.array_marks[at]) is not None:
+                    marks.add(mask, group.count)
+        return found
+
+    def place(self, value: Lazy) -> tuple[torch.Tensor, Marks, int]:
+        """The tensor that has a value, what its readers mark, and the row."""
         run = value.source
         assert isinstance(run, Run)
-        return self.buffers[value.meta], run.group.starts[value.index] + run.position
+        return self.buffers[value.meta], self.marks[value.meta], run.group.starts[value.index] + run.position
 
     def value(self, value: Lazy) -> torch.Tensor:
         """A computed value."""
-        tensor, row = self.place(value)
-        return tensor[row].clone()  # user code may change it in place, and not its neighbors
+        tensor, marks, row = self.place(value)
+        return apart(tensor, [row], marks)[0]
 
 
 class _Levels(torch.autograd.Function):
@@ -207,80 +234,85 @@ def alive(members: Sequence[Run]) -> set[int]:
     return found
 
 
-def _base(a: Any) -> tuple[torch.Tensor, int, int | None] | None:
-    """The tensor of which an input is a slice, and which one."""
+def _base(a: Any) -> tuple[torch.Tensor, Marks | None, int, int | None] | None:
+    """The tensor of which an input is a slice, or several, what its readers mark, which slice, and how many."""
     if type(a) is not Lazy or a.value is not None:
         return None
     source = a.source
     if type(source) is Pick:
-        return source.tensor, source.start, source.length
+        return source.tensor, None, source.start, source.length
     if type(source) is Run and source.forest is not None:
         return *source.forest.place(a), None
     return None
 
 
-def rows(found: Sequence[Any]) -> torch.Tensor:
-    """Inputs of runs as the rows of one tensor."""
+def rows(found: Sequence[Any]) -> tuple[torch.Tensor, Marks | None]:
+    """Inputs of runs as the rows of one tensor; what its reader may tell of the rows that a gradient came to."""
     if isinstance(found, np.ndarray):
-        return torch.from_numpy(found)
+        return torch.from_numpy(found), None
     if list in set(map(type, found)):  # of numbers
         if len(set(map(type, found))) > 1:
             found = [a if type(a) is list else known(a).tolist() for a in found]
         if set(map(len, found)) == {1} and set(map(type, [a[0] for a in found])) == {int}:
-            return torch.from_numpy(np.array(found, dtype=np.int64))
-        return torch.tensor(found)
+            return torch.from_numpy(np.array(found, dtype=np.int64)), None
+        return torch.tensor(found), None
     source = found[0].source if type(found[0]) is Lazy else None
     places = getattr(source.forest, "places", None) if type(source) is Run else None
     if places is not None and (one := places(found)) is not None:
-        tensor: torch.Tensor = one[0].index_select(0, torch.from_numpy(one[1]))
-        return tensor
-    bases = [_base(a) for a in found]
-    first = bases[0]
-    if first is not None and all(b is not None and b[0] is first[0] and b[2] == first[2] for b in bases):
-        return _picked(first[0], [b[1] for b in bases if b is not None], first[2])
+        tensor, marks, at = one
+        return gathered([Part(torch.from_numpy(at), None, None, marks)], [tensor])
     if all(a is found[0] for a in found):
-        return known(found[0]).unsqueeze(0).expand(len(found), *found[0].shape)  # type: ignore[no-any-return]
-    if all(b is not None for b in bases):
-        return _merged([b for b in bases if b is not None])
-    return torch.stack([known(a) for a in found])
+        return known(found[0]).unsqueeze(0).expand(len(found), *found[0].shape), None
+    return _merged(found)
 
 
-def _picked(tensor: torch.Tensor, starts: list[int], length: int | None) -> torch.Tensor:
-    at = torch.tensor(starts)
-    if length is None:
-        return tensor.index_select(0, at)
-    at = (at[:, None] + torch.arange(length)).flatten()
-    parts: torch.Tensor = tensor.index_select(0, at).unflatten(0, (len(starts), length))
-    return parts
-
-
-def _merged(bases: Sequence[tuple[torch.Tensor, int, int | None]]) -> torch.Tensor:
+def _merged(found: Sequence[Any]) -> tuple[torch.Tensor, Marks | None]:
     """Rows of several tensors in the order in which they are given."""
-    groups: dict[Any, list[int]] = {}
-    for position, (tensor, _, length) in enumerate(bases):
-        groups.setdefault((id(tensor), length), []).append(position)
-    order = torch.tensor([position for group in groups.values() for position in group])
-    parts = [_picked(bases[g[0]][0], [bases[k][1] for k in g], bases[g[0]][2]) for g in groups.values()]
-    return torch.cat(parts).index_select(0, order.argsort())
+    slices: dict[Any, tuple[torch.Tensor, Marks | None, list[int], list[int]]] = {}
+    whole: dict[int, tuple[torch.Tensor, list[int]]] = {}
+    for position, a in enumerate(found):
+        if (base := _base(a)) is None:
+            tensor = known(a)
+            whole.setdefault(id(tensor), (tensor, []))[1].append(position)
+            continue
+        tensor, marks, start, length = base
+        _, _, starts, positions = slices.setdefault((id(tensor), length), (tensor, marks, [], []))
+        starts.append(start)
+        positions.append(position)
+    if not slices and len(whole) == len(found) and not any(t.requires_grad for t, _ in whole.values()):
+        return torch.stack([t for t, _ in whole.values()]), None
+    parts = [
+        Part(torch.tensor(starts), torch.tensor(positions), length, marks)
+        for (_, length), (_, marks, starts, positions) in slices.items()
+    ]
+    parts += [Part(None, torch.tensor(positions)) for _, positions in whole.values()]
+    return gathered(parts, [*(each[0] for each in slices.values()), *(each[0] for each in whole.values())])
 
 
-def gathered(function: Any, args: Any) -> Any:
+def with_tensors(args: Any) -> Any:
     """Arguments of a function with tensors in place of lazy values; those in one list are read from buffers at once."""
     results = []
     for a in args:
         if type(a) in (list, tuple) and len(a) > 1 and all(type(b) is Lazy and b.value is None for b in a):
-            for group in _by_buffer(a):
-                # user code may change each of them in place, which it may not where they are parts of one tensor
-                parts = torch.unsafe_split(rows(group), 1)
-                for value, part in zip(group, parts, strict=True):
-                    set_value(value, part.squeeze(0))
+            for (tensor, marks, _, length), group, at in _by_buffer(a):
+                if marks is not None:
+                    found = apart(tensor, at, marks)
+                else:
+                    whole, _ = gathered([Part(torch.tensor(at), None, length)], [tensor])
+                    found = [row.squeeze(0) for row in torch.unsafe_split(whole, 1)]
+                for value, row in zip(group, found, strict=True):
+                    set_value(value, row)
         results.append(known(a))
     return tuple(results)
 
 
-def _by_buffer(values: Sequence[Lazy]) -> list[list[Lazy]]:
-    found: dict[int, list[Lazy]] = {}
+def _by_buffer(values: Sequence[Lazy]) -> list[tuple[Any, list[Lazy], list[int]]]:
+    """The values of which several are slices of one tensor: the first one's base, the values, and their slices."""
+    found: dict[Any, tuple[Any, list[Lazy], list[int]]] = {}
     for value in dict.fromkeys(values):
         if (base := _base(value)) is not None:
-            found.setdefault(id(base[0]), []).append(value)
-    return [group for group in found.values() if len(group) > 1]
+            tensor, _, start, length = base
+            _, group, at = found.setdefault((id(tensor), length), (base, [], []))
+            group.append(value)
+            at.append(start)
+    return [each for each in found.values() if len(each[1]) > 1]

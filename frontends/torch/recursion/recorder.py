@@ -28,7 +28,7 @@ from daceml_train.frontends.torch.recursion.effects import (
     needs_graph,
     settled,
 )
-from daceml_train.frontends.torch.recursion.forest import Forest, gathered, rows
+from daceml_train.frontends.torch.recursion.forest import Forest, rows, with_tensors
 from daceml_train.frontends.torch.recursion.lazy import (
     Lazy,
     Meta,
@@ -419,10 +419,10 @@ class Recorder(TorchFunctionMode):
         function, args = solo.function, solo.args
         whole = joined_type(function, args, solo.kwargs) is not None and (len(args) == 1 or args[1] == 0)
         if whole and columns.unknown(args[0]):
-            result = rows(args[0])
+            result, _ = rows(args[0])
             result = result.flatten(0, 1) if function is torch.cat else result
         else:
-            result = function(*gathered(function, args), **known(solo.kwargs))
+            result = function(*with_tensors(args), **known(solo.kwargs))
         for value in solo.values:
             set_value(value, result)
         solo.done()
