@@ -147,9 +147,8 @@ def forest(name: str, roots: Sequence[Node]) -> Forest:
         node.call = len(by_kind[node.kind])
         by_kind[node.kind].append(node)
     last = max((node.level for node in order.values()), default=-1)
-    bounds = np.array(
-        [[sum(node.level < level for node in nodes) for nodes in by_kind] for level in range(last + 2)], dtype=np.int64
-    ).reshape(last + 2, kinds)
+    heights = [[node.level for node in nodes] for nodes in by_kind]  # which ascend
+    bounds = np.stack([np.searchsorted(h, np.arange(last + 2)) for h in heights], axis=1).astype(np.int64)
     counts = [max(1, len(nodes)) for nodes in by_kind]
     return Forest(by_kind, bounds, counts, [sum(counts[:k]) for k in range(kinds)])
 
