@@ -96,7 +96,7 @@ class AlongPaths(OnRanks):
                 loss = paths.step(flat, inputs, targets)
                 self._warn_of_paths(key, paths)
             else:
-                loss = self._train_in_pieces(self._loss_in_pieces(key, inputs, targets, False), inputs, targets)
+                loss = self._in_pytorch(key, inputs, targets)
             seconds = time.thread_time() - start
             if paths.misses == misses and self.along.ran(followed, seconds):
                 paths.end(SLOWER)
@@ -135,7 +135,7 @@ class AlongPaths(OnRanks):
             loss = self._run(key, flat, bound, inputs, targets)
             new = new or (bound is not None and bound.new_sizes)
         else:
-            loss = self._train_in_pieces(self._loss_in_pieces(key, inputs, targets, False), inputs, targets)
+            loss = self._in_pytorch(key, inputs, targets)
         if self.kinds.ran(binds, new, time.thread_time() - start):
             self.breaks.append(NEW_KINDS_SLOWER)
             logs.event(logs.BREAKS, NEW_KINDS_SLOWER)
@@ -222,7 +222,7 @@ class AlongPaths(OnRanks):
 
     def _by_pytorch(self, inputs: Any, targets: tuple[Any, ...]) -> torch.Tensor:
         """The step with nothing compiled but the update."""
-        return self._train_in_pieces(self._loss_in_pieces(None, inputs, targets, False), inputs, targets)
+        return self._in_pytorch(None, inputs, targets)
 
     def _bound_to(
         self,

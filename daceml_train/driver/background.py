@@ -138,17 +138,13 @@ class BackgroundStep(TrainingStep):
         if bound is None:
             if key in self._trained:
                 self._start(key, inputs, targets, flat)
-            loss = self._as_pytorch(key, inputs, targets)
+            loss = self._in_pytorch(key, inputs, targets)
             self._trained.add(key)
             return loss
         if not bound.used and not bound.first:
             return self._first_use(key, flat, bound, inputs, targets)
         found = self._run_bound(key, flat, bound, inputs, targets)
-        return self._as_pytorch(key, inputs, targets) if found is None else found
-
-    def _as_pytorch(self, key: Any, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
-        loss = self._loss_in_pieces(key, inputs, targets, compiled=False)
-        return self._train_in_pieces(loss, inputs, targets)
+        return self._in_pytorch(key, inputs, targets) if found is None else found
 
     def _first_use(
         self, key: Any, flat: Sequence[Any], bound: BoundStep, inputs: Any, targets: tuple[Any, ...]
@@ -156,7 +152,7 @@ class BackgroundStep(TrainingStep):
         """PyTorch's step, whose result stays, and the compiled one, which is dropped where they differ."""
         half = any(t.dtype in (torch.float16, torch.bfloat16) for t in (*self._parameters(), *bound.inputs))
         half = half or "precision" in str(self.options.pipeline).lower()
-        found = first_use(bound, flat, lambda: self._as_pytorch(key, inputs, targets), half)
+        found = first_use(bound, flat, lambda: self._in_pytorch(key, inputs, targets), half)
         bound.used = True
         if found.refusal:
             self._bound.pop(key, None)

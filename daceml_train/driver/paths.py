@@ -76,6 +76,7 @@ class Owner(Protocol):
     gradient_norm: Tensor | None
 
     def _objective(self, inputs: Any, *targets: Any) -> Tensor: ...
+    def _drop_gradients(self) -> None: ...
     def _train_in_pieces(self, loss: Tensor, inputs: Any, targets: Sequence[Any]) -> Tensor: ...
     def _modules(self) -> list[torch.nn.Module]: ...
     def _parameters(self) -> list[Tensor]: ...
@@ -154,6 +155,7 @@ class Paths:
         values = CallValues(call)
         recorder = Recorder(self.root, call, self._held, self.sites, self._look(values) if self.compiled else None)
         self.calls += 1
+        recorder.before_backward = self.owner._drop_gradients
 
         def in_other_threads() -> None:
             recorder.refuse("a thread that the model starts")
@@ -255,6 +257,7 @@ class Paths:
         self._held()
         result = recorder.known.get(id(loss))
         places, versions = places_of(recorder.values), {r: t._version for r, t in recorder.values.items()}
+        recorder.begin_backward()
         try:
             trained = self.owner._train_in_pieces(loss, inputs, targets)
         except BaseException:

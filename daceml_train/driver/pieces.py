@@ -56,7 +56,7 @@ class InPieces(Clipped):
         faster.
         """
         compiled, start = self.fixed or self.faster.takes_pieces(), time.perf_counter()
-        loss = self._train_in_pieces(self._loss_in_pieces(key, inputs, targets, compiled), inputs, targets)
+        loss = self._in_pytorch(key, inputs, targets, compiled)
         if not self.fixed and self.faster.ran(compiled, time.perf_counter() - start):
             self.breaks.append(SLOWER)
             logs.event(logs.BREAKS, SLOWER)
@@ -64,18 +64,24 @@ class InPieces(Clipped):
         self._warn(key)
         return loss
 
-    def _train_in_pieces(self, loss: torch.Tensor, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
-        """Gradients and update by PyTorch; the loss without its gradient."""
-        check_loss(loss)
-        parameters = self._parameters()
-        for parameter in parameters:
+    def _in_pytorch(self, key: Any, inputs: Any, targets: Sequence[Any], compiled: bool = False) -> torch.Tensor:
+        """The loss of a step by PyTorch's autograd, of the compiled model or of the model itself."""
+        self._drop_gradients()
+        return self._train_in_pieces(self._loss_in_pieces(key, inputs, targets, compiled), inputs, targets)
+
+    def _drop_gradients(self) -> None:
+        """Drop old gradients: before the forward pass, whose own calls of backward() add to the step's."""
+        for parameter in self._parameters():
             parameter.grad = None
+
+    def _train_in_pieces(self, loss: torch.Tensor, inputs: Any, targets: Sequence[Any]) -> torch.Tensor:
+        """Gradients and update by PyTorch, after the forward pass; the loss without its gradient."""
+        check_loss(loss)
         self._backward_in_pieces(loss)
         self._warn_of_nothing(any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]))
         self._update_in_pieces(rows_of(pytree.tree_leaves((inputs, targets))))
         if not self.keep_gradients:
-            for parameter in parameters:
-                parameter.grad = None
+            self._drop_gradients()
         return loss.detach() if self.ranks is None else self.ranks.mean(loss)
 
     def _backward_in_pieces(self, loss: torch.Tensor) -> None:

@@ -144,7 +144,7 @@ class UserUpdates(AlongPaths):
             return super()._along_a_path(key, flat, inputs, targets)
         self.taken_by_pytorch += 1
         logs.event(logs.RECOMPILES, self.beginning[0])
-        return self._train_in_pieces(self._loss_in_pieces(key, inputs, targets, False), inputs, targets)
+        return self._in_pytorch(key, inputs, targets)
 
     def _update_in_pieces(self, rows: int) -> None:
         if not self._reading:

@@ -76,6 +76,8 @@ class Recorder(Looks):
         """Why calls like this one have no path."""
         self.again = False
         """Whether that holds for this call alone: later ones follow some line of the user's otherwise."""
+        self.before_backward: Callable[[], None] | None = None
+        """What is done before gradients are computed that PyTorch adds up, once."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -97,9 +99,17 @@ class Recorder(Looks):
                     return self._followed(step)
         if not lazy and not self._lazy(function, args, kwargs):
             return self._at_once(function, args, kwargs)
+        if function is Tensor.backward:
+            self.begin_backward()
         if self.refused:
             return function(*self._real(args), **self._real(kwargs))
         return self._by_kind(function, args, kwargs)
+
+    def begin_backward(self) -> None:
+        """Do what is done before gradients are computed, unless it was."""
+        if self.before_backward is not None:
+            self.before_backward()
+            self.before_backward = None
 
     def _at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What depends on data alone; where the user's line changes it with a result, a copy of it is a result."""
