@@ -2,8 +2,9 @@
 
 import copy
 import importlib.util
+import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -329,3 +330,34 @@ def test_identities() -> None:
     assert identities.of(torch.ones(2)) == identities.of(torch.ones(3))
     assert identities.of(torch.ones(2)) != identities.of(torch.ones(2, requires_grad=True))
     assert identities.of(torch.ones(2)) != identities.of(torch.ones(2, dtype=torch.float64))
+
+
+class Applying(nn.Module):
+    """A model that applies a function of its own, which may refer to another module."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 1), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.layer(x))
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def test_a_capture_that_does_not_fit_says_nothing(
+    tmp_path: Path, traced: Traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    logging.getLogger("torch._guards").addHandler(handler)
+    inner = Doubled()
+    for count, function in enumerate((lambda h: inner(h), lambda h: h * 2), 1):
+        train(Applying(function), tmp_path / "cache")
+        assert traced.count == count
+    logging.getLogger("torch._guards").removeHandler(handler)
+    assert said == []

@@ -32,13 +32,19 @@ def first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """PyTorch logs no traceback of an operator that fails on fake tensors: the error itself reaches the user."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+    """PyTorch logs no traceback of an operator that fails on fake tensors, nor of a guard that does not fit.
+
+    The error itself reaches the user, or is expected.
+    """
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._guards")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     try:
         yield
     finally:
-        logger.disabled = before
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def fake_mode(operands: Sequence[object]) -> FakeTensorMode:
