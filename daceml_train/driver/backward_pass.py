@@ -137,11 +137,19 @@ def _eager_gradients(
             "through a graph that updates buffers (such as BatchNorm in training mode) is not "
             "available from a compiled graph; call eval(), or run this module without daceml_train"
         )
+    if create_graph and graph.captured.once:
+        raise RuntimeError(
+            f"a gradient of a gradient through {graph.captured.once} is not available from a compiled graph: "
+            "run this module without daceml_train"
+        )
     inputs = call.tensors
     if any(version_of(t) != v for t, v in zip(inputs, call.versions, strict=True)):
         raise RuntimeError("an input of a compiled graph was modified in place before a gradient of its gradient")
+    arguments = call.arguments
     with torch.enable_grad():
-        results = graph.owners(graph.eager(*call.arguments), inputs)
+        if len(graph.wanted) > 1 and any(inputs[i].grad_fn is not None for i in graph.wanted):
+            inputs, arguments = _apart(graph, call)
+        results = graph.owners(graph.eager(*arguments), inputs)
     outputs = zip(graph.compiled.cotangents, cotangents, strict=True)
     pairs = [(results[i], g) for i, g in outputs if g is not None and i in results]
     wanted = [inputs[i] for i in graph.wanted]
@@ -152,6 +160,31 @@ def _eager_gradients(
     for position, gradient in zip(graph.wanted, found, strict=True):
         gradients[position] = gradient
     return gradients
+
+
+class _Same(torch.autograd.Function):
+    """A tensor, as the result of an operator; no view, since what is a view of it belongs to it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+        return cotangent
+
+
+def _apart(graph: Compiled, call: Call) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
+    """Inputs and arguments none of which is computed from another.
+
+    PyTorch's gradient of an input would contain what reaches it through inputs that are computed from it.
+    """
+    given = {id(call.tensors[i]) for i in graph.wanted}
+    copies: dict[int, torch.Tensor] = {}
+    for argument in call.arguments:
+        if isinstance(argument, torch.Tensor) and id(argument) in given and argument.requires_grad:
+            copies[id(argument)] = _Same.apply(argument)  # type: ignore[no-untyped-call]
+    return [copies.get(id(t), t) for t in call.tensors], [copies.get(id(a), a) for a in call.arguments]
 
 
 __all__ = ["Call", "gradients_of", "version_of"]

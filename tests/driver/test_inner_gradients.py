@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -133,3 +134,99 @@ def test_what_torch_func_sees_otherwise_runs_as_pytorch(body: Body, reason: str)
     assert state is not None and reason in state.backend.breaks[0]
     if body is not unsteady:  # which draws where it is captured, too
         assert all(distance(found[name], tensor) < 1e-5 for name, tensor in expected.items())
+
+
+class Backward(nn.Module):
+    """A forward pass that adds to the gradients of the step that it is a part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 3, dtype=torch.float64)
+        self.rounds = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a(x).sum().backward()
+        return self.a(x) + self.a.bias
+
+
+class BackwardLater(Backward):
+    """The same, after a decision on a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if y.sum() > -100:
+            self.rounds += 1
+            y.square().mean().backward(retain_graph=True)
+        return y
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kind", [Backward, BackwardLater])
+@pytest.mark.filterwarnings("ignore:daceml_train runs a")
+def test_a_forward_pass_may_call_backward(kind: type[Backward], kept: bool) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    twin, optimized = copy.deepcopy(model), dt.optimize(copy.deepcopy(model))
+    step = dt.training_step(
+        model, lambda y: y.square().mean(), torch.optim.SGD(model.parameters(), 0.1), keep_gradients=kept
+    )
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (twin, optimized)]
+    for _ in range(4):
+        x = torch.randn(5, 4, dtype=torch.float64)
+        loss = step(x)
+        if not kept:
+            model.a.bias.grad = torch.ones(3, dtype=torch.float64)  # dropped
+        for each, optimizer in zip((twin, optimized), optimizers, strict=True):
+            optimizer.zero_grad()
+            expected = each(x).square().mean()
+            expected.backward()
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-11, atol=1e-12)
+            optimizer.step()
+        for p, q, r in zip(model.parameters(), twin.parameters(), optimized.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(r, q, rtol=1e-11, atol=1e-12)
+            assert not kept or torch.allclose(p.grad, q.grad)
+    assert model.rounds == twin.rounds == optimized.rounds
+
+
+class Residual(nn.Module):
+    """Pieces whose inputs are computed from each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).tanh()
+        torch._dynamo.graph_break()
+        return y * self.b(x).sin() + self.b(y) * x
+
+
+@pytest.mark.filterwarnings("ignore:daceml_train")
+def test_second_derivatives_through_pieces() -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    found = []
+    for each in (model, dt.optimize(copy.deepcopy(model))):
+        (slope,) = grad(each(x).square().sum(), x, create_graph=True)
+        (slope.norm() + slope[0, 0]).backward()
+        found.append([slope, *(p.grad for p in each.parameters())])
+        x.grad = None
+    torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-12)
+
+
+def test_second_derivatives_through_hooks_are_refused() -> None:
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            h.register_hook(lambda g: g.clamp(-0.05, 0.05))
+            return h * h
+
+    x = torch.ones(3, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a gradient of a gradient through a hook"):
+        grad(dt.optimize(Hooked())(x).sum(), x, create_graph=True)

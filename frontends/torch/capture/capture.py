@@ -19,7 +19,8 @@ from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.capture import graph_leaves, selections, size_symbols
 from daceml_train.frontends.torch.capture.functional_trace import FunctionalGraph
-from daceml_train.frontends.torch.capture.operators import custom_functions
+from daceml_train.frontends.torch.capture.inner_gradients import name_of
+from daceml_train.frontends.torch.capture.operators import CustomFunction, custom_functions
 from daceml_train.frontends.torch.capture.rng_draws import Draw, Randomness
 from daceml_train.frontends.torch.capture.trace import fake, fake_mode, first_line, functorch_levels, trace
 from daceml_train.frontends.torch.dynamo import origin, size_limits
@@ -91,6 +92,9 @@ class Captured:
 
     selection: selections.Selection | None = None
     """Computes further operands, of sizes that depend on data, from the others."""
+
+    once: str = ""
+    """Through what its gradients cannot be differentiated again; empty if they can."""
 
     @functools.cached_property
     def sized(self) -> bool:
@@ -210,6 +214,7 @@ def _translated(
         bound = [_attribute(t, name, held[name], example) for name, example in attributes.items()]
         values = [graph.value(i.name) if i.name and i.kind != "number" else i.value for i in (*bound, *inputs)]
         created = t.run(traced.module, values, tokens=traced.tokens)
+        once = next((f.once for f in custom_functions.get() if isinstance(f, CustomFunction) and f.once), "")
     finally:
         custom_functions.reset(token)
     created = created[len(traced.tokens) :]
@@ -226,6 +231,7 @@ def _translated(
     changes = {name: count for name, count in versions.items() if count or name in graph.writes}
     fallbacks = tuple(t.fallbacks)
     captured = Captured(graph, (*inputs, *bound), outputs, spec, detached, fallbacks, draws=t.draws, changes=changes)
+    captured = replace(captured, once=once)
     return captured, Trace(traced.module, t.scope)
 
 
@@ -406,5 +412,12 @@ def _unread(gm: fx.GraphModule, randomness: Randomness) -> list[fx.Node]:
     """Values that nothing reads; with eager execution's random numbers, a trace must not leave them out."""
     if randomness != "eager":
         return []
-    calls = (n for n in gm.graph.nodes if n.op in ("call_function", "call_method") and not n.users)
-    return [n for n in calls if isinstance(example_of(n), Tensor)]
+    found, nesting = [], 0
+    for n in gm.graph.nodes:
+        name = name_of(n.target)
+        nesting += name.endswith("_increment_nesting")
+        nesting -= name.endswith("_decrement_nesting")
+        unread = n.op in ("call_function", "call_method") and not n.users
+        if unread and not nesting and isinstance(example_of(n), Tensor):  # no value within a transformation outlives it
+            found.append(n)
+    return found

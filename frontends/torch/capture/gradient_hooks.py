@@ -131,7 +131,7 @@ def hooked(body: fx.GraphModule, free: int) -> CustomFunction:
     result = backward.graph_copy(body.graph, {n: next(inner) for n in body.graph.nodes if n.op == "placeholder"})
     (result,) = result if isinstance(result, tuple | list) else (result,)
     backward.output((gradient if result is None else result, *[None] * free))
-    return CustomFunction(fx.GraphModule(body, forward), fx.GraphModule(body, backward))
+    return CustomFunction(fx.GraphModule(body, forward), fx.GraphModule(body, backward), "a hook on a gradient")
 
 
 def _memory(node: fx.Node) -> int | None:

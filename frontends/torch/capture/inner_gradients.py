@@ -32,11 +32,10 @@ def gradients(
     node: fx.Node,
     values: dict[fx.Node, Any],
     run: Callable[[fx.Node, dict[fx.Node, Any]], Any],
-    refusal: Callable[[fx.Node], str],
 ) -> tuple[Tensor | None, ...]:
     """The result of `node`, a call of `torch.autograd.grad`; `run` evaluates a node with these values of the others.
 
-    Raises `Unsupported` for a node in between for which `refusal` has a reason.
+    Raises `Unsupported` for a node in between that `torch.func` differentiates otherwise.
     """
     given = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
     if given.get("is_grads_batched"):
@@ -46,7 +45,7 @@ def gradients(
     cotangents = [_value(s, values) for s in _listed(seeds, len(outputs))]
     between = list(_between(node, inputs, outputs))
     for other in between:
-        if reason := refusal(other):
+        if reason := _refused(other):
             raise Unsupported(f"a gradient inside a graph through {reason}", where=str(origin(other)))
     reached = _reaching(between, inputs, outputs)
     used = [n for n in dict.fromkeys(inputs) if n in reached]
@@ -64,6 +63,30 @@ def gradients(
         found = dict(zip(used, pull(full), strict=True))
     zeros = bool(given.get("materialize_grads"))
     return tuple(found.get(n, torch.zeros_like(values[n]) if zeros else None) for n in inputs)
+
+
+def _refused(node: fx.Node) -> str:
+    """Why `torch.func` cannot differentiate a node as autograd does; empty where it can."""
+    if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return node.format_node() or node.name
+    name = name_of(node.target)
+    if node.target is torch.autograd.grad:
+        return "" if creates_graph(node) else "a gradient without create_graph"
+    if name == "_get_data_attr":
+        return ".data"
+    return f"{name}, which draws random numbers" if random(node.target) else ""
+
+
+def creates_graph(node: fx.Node) -> bool:
+    """Whether gradients flow through the result of `torch.autograd.grad`."""
+    return bool(node.kwargs.get("create_graph", node.args[4] if len(node.args) > 4 else False))
+
+
+def name_of(target: Any) -> str:
+    """The name of a function, of a method, or of an operator."""
+    if isinstance(target, str):
+        return target
+    return str(getattr(target, "__name__", "") or getattr(target, "_name", "") or target)
 
 
 def _nodes(given: Any) -> list[fx.Node]:

@@ -35,6 +35,8 @@ class CustomFunction:
 
     forward: fx.GraphModule
     backward: fx.GraphModule
+    once: str = ""
+    """What in it makes the derivative of its derivative another one than in eager execution; empty if nothing does."""
 
 
 @dataclass(frozen=True, eq=False)

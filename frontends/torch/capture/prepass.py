@@ -22,6 +22,7 @@ from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves, i
 from daceml_train.frontends.torch.capture.checkpointed import refuse_absent_gradients, refuse_repeated_changes
 from daceml_train.frontends.torch.capture.composed import REPLACED, REPLACED_IN_FUNCTORCH, REPLACED_METHODS
 from daceml_train.frontends.torch.capture.control import CONTROL, control_of
+from daceml_train.frontends.torch.capture.inner_gradients import name_of
 from daceml_train.frontends.torch.capture.operators import CustomFunction, custom_functions, result_counts
 from daceml_train.frontends.torch.capture.refusals import refusal
 from daceml_train.frontends.torch.dynamo.origin import origin
@@ -60,6 +61,9 @@ class _State:
     def __init__(self, grad_enabled: bool) -> None:
         self.grad_enabled = grad_enabled
         self.nesting = 0
+        """How many transformations of `torch.func` are active."""
+        self.outside: list[bool] = []
+        """Whether gradients were enabled where each `torch.func.grad` among them began."""
 
 
 class _Interpreter(fx.Interpreter):
@@ -78,14 +82,16 @@ class _Interpreter(fx.Interpreter):
         if n.op in ("call_function", "call_method") and (
             said := refusal(n.target, *self.fetch_args_kwargs_from_env(n))
         ):
-            raise Unsupported(f"{_name(n.target)} of element types that PyTorch refuses: {said}", where=str(origin(n)))
+            raise Unsupported(
+                f"{name_of(n.target)} of element types that PyTorch refuses: {said}", where=str(origin(n))
+            )
         try:
             result = super().run_node(n)
         except DacemlError:
             raise
         except Exception as error:
             line = str(error).strip().splitlines()
-            message = f"{_name(n.target)} cannot be traced: {line[0] if line else type(error).__name__}"
+            message = f"{name_of(n.target)} cannot be traced: {line[0] if line else type(error).__name__}"
             raise Unsupported(message, where=str(origin(n))) from error
         example = _example(n)
         if isinstance(example, torch.Tensor) and example.requires_grad:
@@ -104,7 +110,7 @@ class _Interpreter(fx.Interpreter):
         if target is torch.autograd.grad_mode._exit_inference_mode:
             self.state.grad_enabled = args[0]
             return None
-        name = _name(target)
+        name = name_of(target)
         if target is torch.autograd.grad:
             return self._inner_gradients()
         if isinstance(target, torch._ops.HigherOrderOperator):
@@ -113,11 +119,17 @@ class _Interpreter(fx.Interpreter):
             raise Unsupported(f"{name} inside a compiled graph", where=str(origin(self.node)))
         if name == "_grad_increment_nesting" or name == "_vmap_increment_nesting":
             self.state.nesting += 1
+        if name == "_grad_increment_nesting":
+            self.state.outside.append(self.state.grad_enabled)
         rule = REPLACED.get(target) if not self.state.nesting else REPLACED_IN_FUNCTORCH.get(target)
         function: Callable[..., Any] = rule or target
         result = self._under_grad_mode(lambda: function(*args, **kwargs), args, kwargs)
         if name == "_grad_decrement_nesting" or name == "_vmap_decrement_nesting":
             self.state.nesting -= 1
+        if name == "_grad_decrement_nesting":
+            self.state.outside.pop()
+        if name == "_unwrap_for_grad" and not self.state.outside[-1]:  # which enables gradients for itself alone
+            return pytree.tree_map_only(torch.Tensor, lambda t: _detached(t, False), result)
         return result
 
     def _inner_gradients(self) -> Any:
@@ -125,13 +137,15 @@ class _Interpreter(fx.Interpreter):
         if inner_gradients.written_before(self.node, changed_in_place):
             raise Unsupported("a gradient inside a graph that changes tensors in place", where=str(origin(self.node)))
         node, self.state.nesting = self.node, self.state.nesting + 1
+        enabled, self.state.grad_enabled = self.state.grad_enabled, True
         try:
             with torch.enable_grad(), fx_traceback.annotate({MARK: "functorch"}):
-                found = inner_gradients.gradients(node, self.env, self._again, _refused_between)
+                found = inner_gradients.gradients(node, self.env, self._again)
         finally:
             self.state.nesting -= 1
+            self.state.grad_enabled = enabled
             self.node = node
-        if _creates_graph(node):
+        if inner_gradients.creates_graph(node):
             return found
         with fx_traceback.annotate({MARK: "detach"}):
             return tuple(None if g is None else g.detach() for g in found)
@@ -139,7 +153,7 @@ class _Interpreter(fx.Interpreter):
     def _again(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         """The result of a node with these values of the others."""
         if node.target is torch.autograd.grad:
-            return inner_gradients.gradients(node, values, self._again, _refused_between)
+            return inner_gradients.gradients(node, values, self._again)
         args, kwargs = pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
         self.node = node
         result = getattr(self, node.op)(node.target, tuple(args), kwargs)
@@ -167,14 +181,17 @@ class _Interpreter(fx.Interpreter):
         return self._under_grad_mode(call, args, kwargs)
 
     def _under_grad_mode(self, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        if _name(self.node.target) == "detach_" and not self.state.nesting:
+        if name_of(self.node.target) == "detach_" and not self.state.nesting:
             return self._detached_in_place()
-        if _name(self.node.target) in ("detach", "detach_", "_get_data_attr"):
+        if name_of(self.node.target) in ("detach", "detach_", "_get_data_attr"):
             with fx_traceback.annotate({MARK: "detach"}):
                 return call()
         if self.state.nesting:
             with torch.enable_grad(), fx_traceback.annotate({MARK: "functorch"}):
-                return call()
+                result = call()
+            if self.state.grad_enabled or name_of(self.node.target).startswith("_"):  # which compute nothing
+                return result
+            return pytree.tree_map_only(torch.Tensor, lambda t: _detached(t, False), result)
         if self.state.grad_enabled:
             with self._grafted_where_detached(), self._overwritten():
                 return call()
@@ -201,7 +218,7 @@ class _Interpreter(fx.Interpreter):
         """`x.detach_()`: no gradient for later uses of the tensor, by any of its names; earlier ones keep theirs."""
         node = self.node.all_input_nodes[0]
         example, x = _example(node), self.env[node]
-        others = (other for other in node.graph.nodes if _name(other.target) != "detach_")
+        others = (other for other in node.graph.nodes if name_of(other.target) != "detach_")
         written = {_storage(_example(n)) for other in others if (n := changed_in_place(other)) is not None}
         if node.op != "placeholder" and _storage(example) in written:
             raise Unsupported("detach_ of a tensor that is changed in place, too", where=str(origin(self.node)))
@@ -256,7 +273,7 @@ class _Interpreter(fx.Interpreter):
         if (
             not isinstance(tensor, torch.Tensor)
             or not (tensor.is_floating_point() or tensor.is_complex())
-            or _name(self.node.target) not in _REPLACING
+            or name_of(self.node.target) not in _REPLACING
             or changed is None
             or not _carries_gradient(changed)
         ):
@@ -359,29 +376,6 @@ class _Interpreter(fx.Interpreter):
         return tuple(results) if several else results[0]
 
 
-def _refused_between(node: fx.Node) -> str:
-    """Why `torch.func` cannot differentiate a node as autograd does; empty where it can."""
-    if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.HigherOrderOperator):
-        return node.format_node() or node.name
-    name = _name(node.target)
-    if node.target is torch.autograd.grad:
-        return "" if _creates_graph(node) else "a gradient without create_graph"
-    if name == "_get_data_attr":
-        return ".data"
-    return f"{name}, which draws random numbers" if inner_gradients.random(node.target) else ""
-
-
-def _creates_graph(node: fx.Node) -> bool:
-    """Whether gradients flow through the result of `torch.autograd.grad`."""
-    return bool(node.kwargs.get("create_graph", node.args[4] if len(node.args) > 4 else False))
-
-
-def _name(target: Any) -> str:
-    if isinstance(target, str):
-        return target
-    return str(getattr(target, "__name__", "") or getattr(target, "_name", "") or target)
-
-
 def _example(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
@@ -399,14 +393,14 @@ def _carries_gradient(node: fx.Node) -> bool:
     The example of a tensor that `detach_` changes says what holds at the end.
     """
     example = _example(node)
-    if example is None or any(_name(user.target) == "detach_" for user in node.users):
+    if example is None or any(name_of(user.target) == "detach_" for user in node.users):
         return True
     return any(isinstance(t, torch.Tensor) and t.requires_grad for t in pytree.tree_leaves(example))
 
 
 def changed_in_place(node: fx.Node) -> fx.Node | None:
     """The node of the tensor that `node` changes in place, by PyTorch's naming; None if it changes none."""
-    name = _name(node.target)
+    name = name_of(node.target)
     out = node.kwargs.get("out")
     if isinstance(out, fx.Node):
         return out
