@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import daceml_train as dt
 from daceml_train import logs
 from daceml_train.driver.step import TrainingStep
+from tests.driver.test_cache import with_native
 
 pytestmark = pytest.mark.compiled
 
@@ -117,7 +118,7 @@ dt.optimize(torch.nn.Linear(3, 2))(torch.ones(1, 3))
 def run(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     import os
 
-    given = {**os.environ, "DACEML_TRAIN_CACHE": str(tmp_path / "cache"), **environment}
+    given = {**os.environ, "DACEML_TRAIN_CACHE": str(with_native(tmp_path / "cache")), **environment}
     return subprocess.run([sys.executable, "-c", SCRIPT], env=given, capture_output=True, text=True, check=False)
 
 

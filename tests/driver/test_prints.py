@@ -179,6 +179,39 @@ def test_a_cached_answer_has_had_its_effects(tmp_path: Path) -> None:
     assert not step.breaks and not said.buffer
 
 
+SCALES: list[int] = []
+
+
+@functools.lru_cache
+def scale(k: int) -> float:
+    """Notes what it was asked, once."""
+    parts = []
+    parts.append(k)
+    SCALES.append(sum(parts))
+    return k + 1.0
+
+
+@pytest.mark.filterwarnings("ignore:daceml_train runs a")
+def test_a_cached_function_that_changes_an_object_is_called_as_often(tmp_path: Path) -> None:
+    class Scaled(Model):
+        k = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.l(x).tanh() * scale(self.k)
+
+    found = []
+    for compiled in (False, True):
+        scale.cache_clear()
+        SCALES.clear()
+        model: Any = Scaled()
+        optimized = dt.optimize(model, cache=tmp_path) if compiled else model
+        for call in range(6):
+            model.k = call % 2
+            optimized(torch.ones(2, 4))
+        found.append(list(SCALES))
+    assert found == [[0, 1], [0, 1]]
+
+
 def test_a_message_that_reads_the_computation_is_left_out_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -25,6 +25,11 @@ manual_seed print write open input time perf_counter monotonic now urandom info 
 """
 _ACTING = frozenset(_NAMES.split())
 """Names of functions that draw random numbers, read clocks, or have effects."""
+_METHODS = "append appendleft extend insert add update pop popitem setdefault clear remove discard"
+_CHANGING = frozenset(_METHODS.split())
+"""Methods that change an object."""
+_MODULES = frozenset({"torch", "np", "numpy", "F", "math"})
+"""Names of modules, whose functions of these names change nothing."""
 _DEPTH = 4
 """Calls into which it is looked for them."""
 
@@ -40,12 +45,36 @@ def acts(function: Any, depth: int = _DEPTH) -> bool:
         code = codes.pop()
         names.update(code.co_names)
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        if any(i.opname in ("STORE_GLOBAL", "STORE_ATTR", "DELETE_GLOBAL") for i in dis.get_instructions(code)):
+        if _changes(code):
             return True
     if names & _ACTING:
         return True
     called = (function.__globals__.get(name) for name in names)
     return depth > 0 and any(acts(other, depth - 1) for other in called if isinstance(other, FunctionType))
+
+
+def _changes(code: CodeType) -> bool:
+    """Whether code changes a global variable, an attribute, or an object that it has not made itself.
+
+    An element that is assigned counts where its container is a variable of another function or of the module.
+    """
+
+    def is_outside(variable: dis.Instruction) -> bool:
+        return variable.opname == "LOAD_GLOBAL" or variable.argval in code.co_freevars
+
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PRECALL", "NOP")]
+    for k, (name, value) in enumerate((i.opname, i.argval) for i in instructions):
+        assigns = name in ("STORE_GLOBAL", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_ATTR")
+        if assigns or (name == "STORE_DEREF" and value in code.co_freevars):
+            return True
+        if name in ("STORE_SUBSCR", "DELETE_SUBSCR") and k > 1 and is_outside(instructions[k - 2]):
+            return True
+        if name in ("LOAD_METHOD", "LOAD_ATTR") and value in _CHANGING and k:
+            owner = instructions[k - 1]
+            own = owner.opname in ("LOAD_FAST", "BUILD_LIST", "BUILD_MAP", "BUILD_SET")
+            if not own and owner.argval not in _MODULES:
+                return True
+    return False
 
 
 @functools.cache

@@ -127,12 +127,16 @@ def test_fewer_bytes_move() -> None:
     assert moved[1] < 0.75 * moved[0]
 
 
+KINDS = ("resnet50", "bert", "lstm", "mixer")
+"""Networks that run without `--wide`: one of each kind."""
+
+
 def smooth(x: Tensor, *_: float, **__: bool) -> Tensor:
     return nn.functional.softplus(x)
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("name", TWELVE)
+@pytest.mark.parametrize("name", [n if n in KINDS else pytest.param(n, marks=pytest.mark.wide) for n in TWELVE])
 def test_gradients_are_as_near_as_under_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without kinks: an activation at one has either gradient, and chance decides how many have the other one."""
     for kinked in ("relu", "hardtanh"):
