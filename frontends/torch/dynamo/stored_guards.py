@@ -353,7 +353,8 @@ def _conditions(guards: Sequence[Guard], scope: Scope, names: Scope) -> tuple[An
     """What guards that were built say, in words for all processes; None if another process cannot tell."""
     install_generation_tagging_init()  # a trace does it: it replaces methods of all modules
     identities = Identities()
-    found = []
+    found: list[tuple[str, str, str, str]] = []
+    first: dict[int, int] = {}  # where the very object matters, so does which of them are one
     for guard, (source, value) in zip(
         guards, _objects([g.originating_source for g in guards], scope, names), strict=True
     ):
@@ -366,6 +367,8 @@ def _conditions(guards: Sequence[Guard], scope: Scope, names: Scope) -> tuple[An
         text = "\n".join(guard.code_list or ()) if guard.create_fn_name() != _SIZES else ""
         for address in (id(value), id(type(value)), id(getattr(value, "__code__", None))):
             text = text.replace(f", {address})", ", here)")
+        if guard.create_fn_name() == "ID_MATCH":
+            text += f"\nobject {first.setdefault(id(value), len(found))}"
         found.append((source.name, guard.create_fn_name(), identity, text))
     return tuple(found)
 

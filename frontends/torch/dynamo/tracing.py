@@ -31,6 +31,7 @@ from daceml_train.frontends.torch import absent_gradients
 from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves
 from daceml_train.frontends.torch.capture.trace import silent
 from daceml_train.frontends.torch.dynamo import (
+    assumptions,
     attributes,
     cached_functions,
     called_natively,
@@ -101,6 +102,7 @@ _PATCHES: Any = (
     dropouts,
     guard_latency,
     instance_dicts,
+    assumptions,
     stored_guards,
 )
 """Modules that change what TorchDynamo does in traces of ours."""
