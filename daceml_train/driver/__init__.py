@@ -24,7 +24,7 @@ from daceml_train.driver.settings import Settings
 from daceml_train.driver.step import Loss, TrainingStep
 from daceml_train.errors import Invalid, nearest
 from daceml_train.frontends.torch import absent_gradients
-from daceml_train.frontends.torch.dynamo import dropouts, gradient_calls, versions
+from daceml_train.frontends.torch.dynamo import assumptions, dropouts, gradient_calls, versions
 from daceml_train.frontends.torch.traces import cover
 from daceml_train.runtime.links import Link
 from daceml_train.training.gradients import Clipping
@@ -242,7 +242,14 @@ def backend(
     return backend_of_call(lambda: Options(**{**standard, **given}).settings())(module, examples)
 
 
-cover(backend, absent_gradients.traces, dropouts.traces, gradient_calls.traces, versions.traces)
+cover(
+    backend,
+    absent_gradients.traces,
+    assumptions.traces,
+    dropouts.traces,
+    gradient_calls.traces,
+    versions.traces,
+)
 
 
 def _of_mode(mode: str | None) -> dict[str, Any]:

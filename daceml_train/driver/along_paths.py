@@ -24,6 +24,7 @@ from daceml_train.driver.paths import Owner, Paths, unsuited
 from daceml_train.driver.recursion import recursion_of
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
+from daceml_train.frontends.torch.dynamo.graph_breaks import REPEATED
 from daceml_train.lowering.device import GPU, Device
 from daceml_train.runtime.gpu.cuda_graph import CudaGraphs
 
@@ -82,7 +83,7 @@ class AlongPaths(OnRanks):
         self, key: Any, flat: Sequence[Any], inputs: Any, targets: tuple[Any, ...]
     ) -> torch.Tensor | None:
         """The loss of a call whose Python runs while programs compute; None where that is not possible."""
-        if not self._has_paths or key in self._without_paths:
+        if not self._has_paths or key in self._without_paths or REPEATED in self._in_pieces.get(key, ""):
             return None
         paths = self.paths.get(torch.get_num_threads())
         if paths is None:

@@ -65,11 +65,15 @@ def gradients(
     return tuple(found.get(n, torch.zeros_like(values[n]) if zeros else None) for n in inputs)
 
 
+_WORDS = {"autograd_function_apply": "an autograd.Function", "tag_activation_checkpoint": "a checkpoint"}
+"""Higher-order operators, in the words of who calls them."""
+
+
 def _refused(node: fx.Node) -> str:
     """Why `torch.func` cannot differentiate a node as autograd does; empty where it can."""
-    if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.HigherOrderOperator):
-        return node.format_node() or node.name
     name = name_of(node.target)
+    if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _WORDS.get(name, name)
     if node.target is torch.autograd.grad:
         return "" if creates_graph(node) else "a gradient without create_graph"
     if name == "_get_data_attr":

@@ -33,6 +33,8 @@ MARK = "daceml_train"
 
 _INLINED = frozenset({"wrap", "invoke_subgraph", "tag_activation_checkpoint", "hints_wrapper"})
 _REFUSED = frozenset({"register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "backward"})
+_ASSERTION = "INTERNAL ASSERT FAILED"
+"""In what PyTorch says of its own mistakes, which asks the reader to report them."""
 _ops = torch.ops.daceml_train
 
 
@@ -91,7 +93,8 @@ class _Interpreter(fx.Interpreter):
             raise
         except Exception as error:
             line = str(error).strip().splitlines()
-            message = f"{name_of(n.target)} cannot be traced: {line[0] if line else type(error).__name__}"
+            why = f": {line[0] if line else type(error).__name__}"
+            message = f"{name_of(n.target)} cannot be traced{'' if _ASSERTION in why else why}"
             raise Unsupported(message, where=str(origin(n))) from error
         example = _example(n)
         if isinstance(example, torch.Tensor) and example.requires_grad:

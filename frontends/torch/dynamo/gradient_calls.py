@@ -5,10 +5,8 @@
 - `autograd.grad(..., create_graph=True)` through an `autograd.Function`: a graph runs the function's backward on what
   forward has saved, as constants, so the derivative of the derivative lacks what flows through these. The same through
   a transformation of `torch.func`.
-
 - `autograd.grad` in the backward of an `autograd.Function`, which computes once more what it differentiates: the graph
   of it runs without gradients, and fails.
-
 - An `autograd.Function` in the backward of another one: it is traced as the operators of its forward, whose derivative
   is not the one that its backward says.
 

@@ -34,10 +34,17 @@ _OF_A_NUMBER = re.compile(r"guard on data-dependent expression .*\bzuf\d")
 """What TorchDynamo says of a comparison of `float(tensor)`, whose symbols begin with these letters."""
 
 
+REPEATED = "a Python object is changed within a function that PyTorch calls, as often as it likes"
+"""What a program along a path would do once; a checkpointed function is called again in the backward pass."""
+_WITHIN = ("HOP: Non-nullified side effect", "HOP: Unsafe side effect")
+
+
 def explained(text: str) -> str | None:
     """A text of TorchDynamo's as one sentence with its explanation, without hints; None if it has no explanation."""
     if text.startswith("generic_jump") or _OF_A_NUMBER.search(text):
         return DECIDED
+    if text.startswith(_WITHIN):
+        return REPEATED
     lines = [line.strip() for line in text.strip().splitlines()]
     found = next((line for line in lines if line.startswith("Explanation:")), None)
     return None if found is None else f"{lines[0]}: {found.removeprefix('Explanation:').strip().rstrip('.')}"

@@ -341,7 +341,8 @@ def reason(error: BaseException, ours: bool = False) -> str:
     kind = "" if isinstance(cause, DacemlError) else f"{type(cause).__name__}: "
     paragraph = str(cause).strip().split("\n\n")[0]
     explained = graph_breaks.explained(paragraph)
-    text = explained if explained == graph_breaks.DECIDED else kind + (explained or paragraph)
+    own = explained in (graph_breaks.DECIDED, graph_breaks.REPEATED)
+    text = str(explained) if own else kind + (explained or paragraph)
     if isinstance(cause, TorchRuntimeError) and (raised := _RAISED.search(str(cause))):
         text = f"{raised[1]}: {raised[3]}"
     text = f"{INTERNAL}, {text}" if ours and internal(cause) else text
