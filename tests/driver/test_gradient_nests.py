@@ -128,3 +128,52 @@ def test_nests(seed: int) -> None:
         for p, *others in zip(eager.parameters(), optimized.parameters(), stepped.parameters(), strict=True):
             for q in others:
                 torch.testing.assert_close(q, p, rtol=1e-10, atol=1e-12, msg=f"{call} {eager.text}")
+
+
+class Without(nn.Module):
+    """A transformation without gradients, and one of a function without."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.transform = nn.Linear(4, 4).double(), TRANSFORMS[kind]
+
+    def layer(self, x: Tensor) -> Tensor:
+        return self.a(x).tanh()
+
+    def half(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            k = self.layer(x)
+        return self.layer(x) * k
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            k = self.transform(self.layer, x)
+        return self.a(x) * k + self.transform(self.half, x) + self.transform(self.layer, x) * 0.1
+
+
+def _with_jvp(f: Function, x: Tensor) -> Tensor:
+    y, tangent = torch.func.jvp(f, (x,), (torch.cos(x),))
+    return y * tangent
+
+
+TRANSFORMS: dict[str, Callable[[Function, Tensor], Tensor]] = {
+    **{kind: lambda f, x, kind=kind: COMBINED[kind](f, f, x) for kind in ("grad", "vjp", "jacobian", "vmap")},  # type: ignore[misc]
+    "jvp": _with_jvp,
+    "hessian": lambda f, x: torch.func.hessian(lambda z: f(z).sum())(x).sum((2, 3)),
+    "jvp of grad": lambda f, x: _with_jvp(torch.func.grad(lambda z: f(z).sum()), x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda z: f(z[None]).sum()))(x),
+}
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("kind", TRANSFORMS)
+@pytest.mark.filterwarnings("ignore:daceml_train")
+def test_modes_around_and_within(kind: str) -> None:
+    eager, model = Without(kind), Without(kind)
+    optimized = dt.optimize(model)
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+    for each in (eager, optimized):
+        each(x).square().mean().backward()
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)

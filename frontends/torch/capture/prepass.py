@@ -131,7 +131,8 @@ class _Interpreter(fx.Interpreter):
             self.state.nesting -= 1
         if name == "_grad_decrement_nesting":
             self.state.outside.pop()
-        if name == "_unwrap_for_grad" and not self.state.outside[-1]:  # which enables gradients for itself alone
+        if name == "_unwrap_for_grad" and not [self.state.grad_enabled, *self.state.outside][-1]:
+            # what it came from enables gradients for itself alone
             return pytree.tree_map_only(torch.Tensor, lambda t: _detached(t, False), result)
         return result
 
