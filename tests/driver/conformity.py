@@ -6,7 +6,7 @@ as three times eager is, or within 1e-5 of eager (gradients, in the maximum norm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,3 +141,20 @@ def assert_conforms(
         tensors = {n: t for n, t in entry.items() if isinstance(t, Tensor)}
         found = {n: ours.state[key][n] for n in tensors}
         assert_tensors_conform(found, tensors, exact.state[key], 1e-3)
+
+
+def losses_beside(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    step: Callable[[Tensor], Tensor],
+    x: Tensor,
+) -> list[Tensor]:
+    """The losses of one step of each model by PyTorch's optimizer, and of a compiled step; mean squares of results."""
+    losses = []
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, step(x)]

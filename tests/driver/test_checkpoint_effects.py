@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import daceml_train as dt
+from tests.driver.conformity import losses_beside
 
 
 class Counting(nn.Module):
@@ -47,14 +48,8 @@ def test_they_change_as_often_as_in_eager_execution(kind: type[Counting]) -> Non
     faster = dt.optimize(optimized)
     for _ in range(6):
         x = torch.randn(5, 4, dtype=torch.float64)
-        losses = []
-        for model, optimizer in zip((eager, faster), optimizers, strict=False):
-            optimizer.zero_grad()
-            losses.append(model(x).square().mean())
-            losses[-1].backward()
-            optimizer.step()
-        losses.append(step(x))
-        for loss in losses[1:]:
-            torch.testing.assert_close(loss.detach(), losses[0].detach(), rtol=1e-11, atol=1e-12)
+        expected, *losses = losses_beside((eager, faster), optimizers[:2], step, x)
+        for loss in losses:
+            torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-12)
         assert eager.calls == optimized.calls == stepped.calls
         assert eager.rows == optimized.rows == stepped.rows

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import daceml_train as dt
+from tests.driver.conformity import losses_beside
 
 Function = Callable[[Tensor], Tensor]
 
@@ -116,15 +117,9 @@ def test_nests(seed: int) -> None:
     step = dt.training_step(stepped, lambda y: y.square().mean(), optimizers[2], random=randomness)
     for call in range(3):
         x = torch.randn(3, 4, dtype=torch.float64)
-        losses = []
-        for model, optimizer in zip((eager, optimized), optimizers, strict=False):
-            optimizer.zero_grad()
-            losses.append(model(x).square().mean())
-            losses[-1].backward()
-            optimizer.step()
-        losses.append(step(x))
-        for loss in losses[1:]:
-            torch.testing.assert_close(loss.detach(), losses[0].detach(), rtol=1e-10, atol=1e-12, msg=str(eager.text))
+        expected, *losses = losses_beside((eager, optimized), optimizers[:2], step, x)
+        for loss in losses:
+            torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12, msg=str(eager.text))
         for p, *others in zip(eager.parameters(), optimized.parameters(), stepped.parameters(), strict=True):
             for q in others:
                 torch.testing.assert_close(q, p, rtol=1e-10, atol=1e-12, msg=f"{call} {eager.text}")

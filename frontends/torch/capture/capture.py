@@ -230,8 +230,8 @@ def _translated(
     # one that leaves all values is no write, and one through `.data` does not count
     changes = {name: count for name, count in versions.items() if count or name in graph.writes}
     fallbacks = tuple(t.fallbacks)
-    captured = Captured(graph, (*inputs, *bound), outputs, spec, detached, fallbacks, draws=t.draws, changes=changes)
-    captured = replace(captured, once=once)
+    known = (graph, (*inputs, *bound), outputs, spec, detached, fallbacks)
+    captured = Captured(*known, draws=t.draws, changes=changes, once=once)
     return captured, Trace(traced.module, t.scope)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from daceml_train.errors import Unsupported
-from daceml_train.frontends.torch.recursion.forest import with_tensors
+from daceml_train.frontends.torch.recursion.forest import as_tensors
 from daceml_train.frontends.torch.recursion.lazy import Lazy, known, outside
 from daceml_train.frontends.torch.recursion.recorder import Recorder
 from daceml_train.frontends.torch.recursion.runs import Run
@@ -50,7 +50,7 @@ def computed(recorder: Recorder, found: Any) -> Any:
             advice="call the model again: PyTorch runs it from now on",
         )
     with outside(recorder.grad or any(value.meta.requires_grad for value in lazies)):
-        with_tensors([lazies])
+        as_tensors([lazies])
         leaves = [known(leaf) if type(leaf) is Lazy else leaf for leaf in leaves]
     recorder.traced.clear()  # which keeps frames, with what their calls refer to
     return pytree.tree_unflatten(leaves, spec)

@@ -281,15 +281,16 @@ def _merged(found: Sequence[Any]) -> tuple[torch.Tensor, Marks | None]:
         positions.append(position)
     if not slices and len(whole) == len(found) and not any(t.requires_grad for t, _ in whole.values()):
         return torch.stack([t for t, _ in whole.values()]), None
+    one = len(slices) + len(whole) == 1  # whose rows are in order
     parts = [
-        Part(torch.tensor(starts), torch.tensor(positions), length, marks)
+        Part(torch.tensor(starts), None if one else torch.tensor(positions), length, marks)
         for (_, length), (_, marks, starts, positions) in slices.items()
     ]
     parts += [Part(None, torch.tensor(positions)) for _, positions in whole.values()]
     return gathered(parts, [*(each[0] for each in slices.values()), *(each[0] for each in whole.values())])
 
 
-def with_tensors(args: Any) -> Any:
+def as_tensors(args: Any) -> Any:
     """Arguments of a function with tensors in place of lazy values; those in one list are read from buffers at once."""
     results = []
     for a in args:

@@ -28,7 +28,7 @@ from daceml_train.frontends.torch.recursion.effects import (
     needs_graph,
     settled,
 )
-from daceml_train.frontends.torch.recursion.forest import Forest, rows, with_tensors
+from daceml_train.frontends.torch.recursion.forest import Forest, as_tensors, rows
 from daceml_train.frontends.torch.recursion.lazy import (
     Lazy,
     Meta,
@@ -422,7 +422,7 @@ class Recorder(TorchFunctionMode):
             result, _ = rows(args[0])
             result = result.flatten(0, 1) if function is torch.cat else result
         else:
-            result = function(*with_tensors(args), **known(solo.kwargs))
+            result = function(*as_tensors(args), **known(solo.kwargs))
         for value in solo.values:
             set_value(value, result)
         solo.done()
