@@ -148,13 +148,19 @@ def losses_beside(
     optimizers: Sequence[torch.optim.Optimizer],
     step: Callable[[Tensor], Tensor],
     x: Tensor,
+    seed: int = 0,
 ) -> list[Tensor]:
-    """The losses of one step of each model by PyTorch's optimizer, and of a compiled step; mean squares of results."""
+    """The losses of one step of each model by PyTorch's optimizer, and of a compiled step; mean squares of results.
+
+    Each begins with the same random stream.
+    """
     losses = []
     for model, optimizer in zip(models, optimizers, strict=True):
+        torch.manual_seed(seed)
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
+    torch.manual_seed(seed)
     return [*losses, step(x)]

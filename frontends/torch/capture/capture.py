@@ -19,7 +19,7 @@ from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import types
 from daceml_train.frontends.torch.capture import graph_leaves, selections, size_symbols
 from daceml_train.frontends.torch.capture.functional_trace import FunctionalGraph
-from daceml_train.frontends.torch.capture.inner_gradients import name_of
+from daceml_train.frontends.torch.capture.nodes import name_of
 from daceml_train.frontends.torch.capture.operators import CustomFunction, custom_functions
 from daceml_train.frontends.torch.capture.rng_draws import Draw, Randomness
 from daceml_train.frontends.torch.capture.trace import fake, fake_mode, first_line, functorch_levels, trace

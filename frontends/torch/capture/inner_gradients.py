@@ -1,18 +1,24 @@
 """`torch.autograd.grad` inside a graph: the operators between inputs and outputs once more, under `torch.func.vjp`.
 
-CSE merges what is computed twice. A derivative through what `torch.func` treats differently from autograd (`.data`,
-in-place changes, random numbers) is refused.
+CSE merges what is computed twice. A dropout is a multiplication by the mask that it has drawn, and running statistics
+are updated once. A derivative through what `torch.func` treats differently from autograd (`.data`, other random
+numbers), and through tensors that the graph changes in place but for those that it computes twice, is refused.
 """
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.capture.nodes import changed_in_place, example_of, name_of, storage_of
 from daceml_train.frontends.torch.dynamo.origin import origin
 
 _NAMES = (
@@ -35,7 +41,8 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """The result of `node`, a call of `torch.autograd.grad`; `run` evaluates a node with these values of the others.
 
-    Raises `Unsupported` for a node in between that `torch.func` differentiates otherwise.
+    Raises `Unsupported` for a node in between that `torch.func` differentiates otherwise, or that computes something
+    else the second time.
     """
     given = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
     if given.get("is_grads_batched"):
@@ -44,6 +51,7 @@ def gradients(
     seeds = given.get("grad_outputs")
     cotangents = [_value(s, values) for s in _listed(seeds, len(outputs))]
     between = list(_between(node, inputs, outputs))
+    _refuse_changes(node, inputs, between)
     for other in between:
         if reason := _refused(other):
             raise Unsupported(f"a gradient inside a graph through {reason}", where=str(origin(other)))
@@ -78,19 +86,16 @@ def _refused(node: fx.Node) -> str:
         return "" if creates_graph(node) else "a gradient without create_graph"
     if name == "_get_data_attr":
         return ".data"
+    if node.target in _DROPOUTS:
+        return ""
+    if "_norm" in name and node.target not in _WITH_STATISTICS and ("batch" in name or "instance" in name):
+        return name
     return f"{name}, which draws random numbers" if random(node.target) else ""
 
 
 def creates_graph(node: fx.Node) -> bool:
     """Whether gradients flow through the result of `torch.autograd.grad`."""
     return bool(node.kwargs.get("create_graph", node.args[4] if len(node.args) > 4 else False))
-
-
-def name_of(target: Any) -> str:
-    """The name of a function, of a method, or of an operator."""
-    if isinstance(target, str):
-        return target
-    return str(getattr(target, "__name__", "") or getattr(target, "_name", "") or target)
 
 
 def _nodes(given: Any) -> list[fx.Node]:
@@ -112,19 +117,25 @@ def _value(given: Any, values: dict[fx.Node, Any]) -> Any:
 
 def _between(node: fx.Node, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Iterator[fx.Node]:
     """The nodes that depend on an input and that an output depends on, in order."""
-    depends = set(inputs)
-    order: list[fx.Node] = []
-    for other in node.graph.nodes:
-        if other is node:
-            break
-        if other not in depends and any(n in depends for n in other.all_input_nodes):
-            depends.add(other)
-            order.append(other)
+    order = list(_depending(node, inputs))
+    depends = {*inputs, *order}
     needed = set(outputs)
     for other in reversed(order):
         if other in needed:
             needed.update(n for n in other.all_input_nodes if n in depends)
     return (n for n in order if n in needed)
+
+
+def _depending(node: fx.Node, inputs: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes before `node` whose values depend on an input, but for those that take only its size or type."""
+    depends = set(inputs)
+    for other in node.graph.nodes:
+        if other is node:
+            break
+        takes_size = name_of(other.target) in _TAKES_SIZE
+        if other not in depends and not takes_size and any(n in depends for n in other.all_input_nodes):
+            depends.add(other)
+            yield other
 
 
 def _reaching(between: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> set[fx.Node]:
@@ -133,14 +144,47 @@ def _reaching(between: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Se
     return {n for n in inputs if n in read}
 
 
-def written_before(node: fx.Node, changed: Callable[[fx.Node], fx.Node | None]) -> bool:
-    """Whether anything in the graph before `node` is changed in place, so that its operators cannot run twice."""
-    for other in node.graph.nodes:
-        if other is node:
-            return False
-        if changed(other) is not None:
-            return True
-    return False
+def _refuse_changes(node: fx.Node, inputs: Sequence[fx.Node], between: Sequence[fx.Node]) -> None:
+    """Raise if nodes that run twice read another value the second time, or if a change in place carries a gradient.
+
+    A tensor that these nodes compute and then change, as activations in place do, is computed and changed again.
+    """
+    twice, depends = set(between), {*inputs, *_depending(node, inputs)}
+    read, owners, enabled = set[Any](), dict[Any, list[fx.Node]](), True
+    for other in itertools.takewhile(lambda n: n is not node, node.graph.nodes):
+        if other.target is torch._C._set_grad_enabled:
+            enabled = bool(other.args[0])
+        target = changed_in_place(other)
+        if target is not None:
+            sharing = owners.get(_memory(target), [target])
+            own = enabled and other in twice and _is_own(target) and twice.issuperset(sharing)
+            flows = any(n in depends and _has_gradient(n) for n in other.all_input_nodes)
+            if not own and (flows or not twice.isdisjoint(sharing) or _memory(target) in read):
+                raise Unsupported("a gradient inside a graph that changes tensors in place", where=str(origin(other)))
+        updated = statistics(other)
+        if any(_memory(n) in read for n in updated):
+            raise Unsupported("a gradient inside a graph that changes running statistics", where=str(origin(other)))
+        if other in twice:
+            read.update(_memory(n) for n in other.all_input_nodes if n not in updated)
+        owners.setdefault(_memory(other), []).append(other)
+
+
+def _is_own(node: fx.Node) -> bool:
+    """Whether a tensor has a gradient and is no view of another."""
+    example = example_of(node)
+    return isinstance(example, Tensor) and example.requires_grad and example._base is None
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    """Whether a value has a gradient, as far as is known."""
+    leaves = pytree.tree_leaves(example_of(node))
+    return not leaves or any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+
+
+def _memory(node: fx.Node) -> Any:
+    """The memory of a node's tensor, or the node itself."""
+    storage = storage_of(example_of(node))
+    return node if storage is None else storage
 
 
 def random(target: Any) -> bool:
@@ -151,3 +195,58 @@ def random(target: Any) -> bool:
 
 
 _RANDOM = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial", "exponential_", "rrelu")
+
+
+_LIKE = "ones_like zeros_like empty_like rand_like randn_like randint_like new_ones new_zeros new_empty size dim"
+_TAKES_SIZE = frozenset(_LIKE.split())
+"""Functions and methods whose results depend on an operand's size and type alone."""
+_DROPOUTS: frozenset[Any] = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d})
+"""Functions that multiply by a mask that they draw."""
+_WITH_STATISTICS: frozenset[Any] = frozenset({F.batch_norm, F.instance_norm})
+"""Functions that update running statistics where they do not use them."""
+
+
+def masked(graph: fx.Graph) -> set[fx.Node]:
+    """The dropouts that a gradient inside a graph is a derivative of, each with the same mask both times."""
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        if node.target is torch.autograd.grad:
+            given = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
+            between = _between(node, _nodes(given["inputs"]), _nodes(given["outputs"]))
+            found.update(n for n in between if n.target in _DROPOUTS)
+    return found
+
+
+def dropped(
+    target: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The result of a dropout, and the mask by which it multiplies: the given one, or one drawn as PyTorch draws it.
+
+    There is no mask where nothing is dropped.
+    """
+    given = inspect.signature(target).bind(*args, **kwargs)
+    given.apply_defaults()
+    x, p, training, inplace = (given.arguments[name] for name in ("input", "p", "training", "inplace"))
+    if inplace:
+        raise Unsupported("a gradient inside a graph through a dropout in place")
+    if not training or p == 0:
+        return x, None
+    if mask is None:
+        mask = target(torch.ones_like(x), p).detach()
+    return x * mask, mask
+
+
+def statistics(node: fx.Node) -> list[fx.Node]:
+    """The running statistics that a node updates."""
+    if node.target not in _WITH_STATISTICS:
+        return []
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
+    if not given.get("training", given.get("use_input_stats", node.target is F.instance_norm)):
+        return []
+    return [n for n in (given.get("running_mean"), given.get("running_var")) if isinstance(n, fx.Node)]
+
+
+def without_statistics(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a node that updates running statistics, for the same result without updates."""
+    updated = statistics(node)
+    return fx.map_arg((node.args, node.kwargs), lambda n: None if n in updated else n)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper
 from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
@@ -22,7 +21,7 @@ from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves, i
 from daceml_train.frontends.torch.capture.checkpointed import refuse_absent_gradients, refuse_repeated_changes
 from daceml_train.frontends.torch.capture.composed import REPLACED, REPLACED_IN_FUNCTORCH, REPLACED_METHODS
 from daceml_train.frontends.torch.capture.control import CONTROL, control_of
-from daceml_train.frontends.torch.capture.inner_gradients import name_of
+from daceml_train.frontends.torch.capture.nodes import changed_in_place, example_of, name_of, storage_of
 from daceml_train.frontends.torch.capture.operators import CustomFunction, custom_functions, result_counts
 from daceml_train.frontends.torch.capture.refusals import refusal
 from daceml_train.frontends.torch.dynamo.origin import origin
@@ -77,6 +76,8 @@ class _Interpreter(fx.Interpreter):
         """Memory -> the examples in it that have a gradient, and their nodes, in order."""
         self.hooks: dict[fx.Node, tuple[torch.Tensor, list[tuple[int, tuple[Any, ...]]]]] = {}
         """A tensor with hooks -> the tensor before the first of them, and the hooks: their keys, and what they read."""
+        self.masks: dict[fx.Node, torch.Tensor | None] = dict.fromkeys(inner_gradients.masked(module.graph))
+        """Dropouts that inner gradients differentiate -> their masks, once these are drawn."""
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
@@ -96,9 +97,9 @@ class _Interpreter(fx.Interpreter):
             why = f": {line[0] if line else type(error).__name__}"
             message = f"{name_of(n.target)} cannot be traced{'' if _ASSERTION in why else why}"
             raise Unsupported(message, where=str(origin(n))) from error
-        example = _example(n)
+        example = example_of(n)
         if isinstance(example, torch.Tensor) and example.requires_grad:
-            storage = _storage(example)
+            storage = storage_of(example)
             if storage is not None:
                 self.carriers.setdefault(storage, []).append((n, example))
         return result
@@ -125,7 +126,7 @@ class _Interpreter(fx.Interpreter):
         if name == "_grad_increment_nesting":
             self.state.outside.append(self.state.grad_enabled)
         rule = REPLACED.get(target) if not self.state.nesting else REPLACED_IN_FUNCTORCH.get(target)
-        function: Callable[..., Any] = rule or target
+        function: Callable[..., Any] = self._dropout if self.node in self.masks else rule or target
         result = self._under_grad_mode(lambda: function(*args, **kwargs), args, kwargs)
         if name == "_grad_decrement_nesting" or name == "_vmap_decrement_nesting":
             self.state.nesting -= 1
@@ -136,10 +137,14 @@ class _Interpreter(fx.Interpreter):
             return pytree.tree_map_only(torch.Tensor, lambda t: _detached(t, False), result)
         return result
 
+    def _dropout(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A dropout with the mask that it has drawn, or draws."""
+        function: Any = self.node.target
+        result, self.masks[self.node] = inner_gradients.dropped(function, args, kwargs, self.masks[self.node])
+        return result
+
     def _inner_gradients(self) -> Any:
         """`torch.autograd.grad`; without `create_graph` no gradient flows through its result."""
-        if inner_gradients.written_before(self.node, changed_in_place):
-            raise Unsupported("a gradient inside a graph that changes tensors in place", where=str(origin(self.node)))
         node, self.state.nesting = self.node, self.state.nesting + 1
         enabled, self.state.grad_enabled = self.state.grad_enabled, True
         try:
@@ -158,11 +163,12 @@ class _Interpreter(fx.Interpreter):
         """The result of a node with these values of the others."""
         if node.target is torch.autograd.grad:
             return inner_gradients.gradients(node, values, self._again)
-        args, kwargs = pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
+        given = inner_gradients.without_statistics(node)
+        args, kwargs = pytree.tree_map_only(fx.Node, values.__getitem__, given)
         self.node = node
         result = getattr(self, node.op)(node.target, tuple(args), kwargs)
         leaves, structure = pytree.tree_flatten(result)
-        examples = pytree.tree_leaves(_example(node))
+        examples = pytree.tree_leaves(example_of(node))
         if len(examples) != len(leaves):
             raise Unsupported(f"a gradient inside a graph through {node.format_node()}", where=str(origin(node)))
         with fx_traceback.annotate({MARK: "detach"}):
@@ -173,7 +179,7 @@ class _Interpreter(fx.Interpreter):
         return pytree.tree_unflatten(results, structure)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.node.meta.get(graph_leaves.MARK):
+        if graph_leaves.marks_leaf(self.node):
             return args[0]
         if target in _REFUSED:
             raise Unsupported(f"{target} inside a compiled graph", where=str(origin(self.node)))
@@ -207,13 +213,13 @@ class _Interpreter(fx.Interpreter):
         element = self.node.target is operator.getitem and not isinstance(args[0], torch.Tensor)
         if element or not any(_carries_gradient(operand) for operand in self.node.all_input_nodes):
             return result
-        taken = {_storage(e) for n in self.node.all_input_nodes for e in pytree.tree_leaves(_example(n))}
+        taken = {storage_of(e) for n in self.node.all_input_nodes for e in pytree.tree_leaves(example_of(n))}
         leaves, structure = pytree.tree_flatten(result)
-        examples = pytree.tree_leaves(_example(self.node))
+        examples = pytree.tree_leaves(example_of(self.node))
         if len(examples) != len(leaves):
             examples = [None] * len(leaves)
         results = [
-            _detached(t, _storage(e) not in taken) if isinstance(t, torch.Tensor) else t
+            _detached(t, storage_of(e) not in taken) if isinstance(t, torch.Tensor) else t
             for t, e in zip(leaves, examples, strict=True)
         ]
         return pytree.tree_unflatten(results, structure)
@@ -221,14 +227,14 @@ class _Interpreter(fx.Interpreter):
     def _detached_in_place(self) -> torch.Tensor:
         """`x.detach_()`: no gradient for later uses of the tensor, by any of its names; earlier ones keep theirs."""
         node = self.node.all_input_nodes[0]
-        example, x = _example(node), self.env[node]
+        example, x = example_of(node), self.env[node]
         others = (other for other in node.graph.nodes if name_of(other.target) != "detach_")
-        written = {_storage(_example(n)) for other in others if (n := changed_in_place(other)) is not None}
-        if node.op != "placeholder" and _storage(example) in written:
+        written = {storage_of(example_of(n)) for other in others if (n := changed_in_place(other)) is not None}
+        if node.op != "placeholder" and storage_of(example) in written:
             raise Unsupported("detach_ of a tensor that is changed in place, too", where=str(origin(self.node)))
         result = _detached(x, False)
         for name, value in self.env.items():
-            if value is x or _example(name) is example:
+            if value is x or example_of(name) is example:
                 self.env[name] = result
         return result
 
@@ -258,7 +264,7 @@ class _Interpreter(fx.Interpreter):
     def _grafted_where_detached(self) -> Iterator[None]:
         """An in-place change through `x.detach()` or `x.data`: the values of `x` change, its derivative does not."""
         changed = changed_in_place(self.node)
-        example = _example(changed) if changed is not None else None
+        example = example_of(changed) if changed is not None else None
         if changed is None or not isinstance(example, torch.Tensor) or not self._is_detached(changed):
             yield
             return
@@ -289,8 +295,8 @@ class _Interpreter(fx.Interpreter):
 
     def _is_detached(self, changed: fx.Node) -> bool:
         """Whether memory that has a gradient is changed through a tensor that autograd does not connect with it."""
-        example = _example(changed)
-        storage = _storage(example)
+        example = example_of(changed)
+        storage = storage_of(example)
         if storage is None or example.is_inference():
             return False
         base = example if example._base is None else example._base
@@ -299,7 +305,7 @@ class _Interpreter(fx.Interpreter):
 
     def _gradient_owner(self, changed: fx.Node) -> fx.Node | None:
         """The base tensor with a gradient whose memory `changed` shares; None where no such tensor is known."""
-        storage = _storage(_example(changed))
+        storage = storage_of(example_of(changed))
         owners = self.carriers.get(storage, ()) if storage is not None else ()
         for node, example in owners:
             if example._base is None:
@@ -321,7 +327,7 @@ class _Interpreter(fx.Interpreter):
         if name in _INLINED and len(bodies) == 1:
             if name == "tag_activation_checkpoint" and self.state.grad_enabled:
                 refuse_repeated_changes(bodies[0], changed_in_place)
-                given = [_example(n) for n in self.node.all_input_nodes]
+                given = [example_of(n) for n in self.node.all_input_nodes]
                 refuse_absent_gradients(given, kwargs, str(origin(self.node)))
             operands = [a for a in args if not isinstance(a, fx.GraphModule | str)]
             return _Interpreter(bodies[0], self.state).run(*operands)
@@ -350,7 +356,7 @@ class _Interpreter(fx.Interpreter):
             raise Unsupported(f"{name} inside torch.func", where=where)
         if name == "cond" and not isinstance(args[0], torch.Tensor):
             return _Interpreter(args[1] if args[0] else args[2], self.state).run(*args[3])
-        control = control_of(name, args, _example(self.node), self.state.grad_enabled, where)
+        control = control_of(name, args, example_of(self.node), self.state.grad_enabled, where)
         functions = custom_functions.get()
         functions.append(control)
         first = [args[0].reshape(())] if name == "cond" else []
@@ -380,10 +386,6 @@ class _Interpreter(fx.Interpreter):
         return tuple(results) if several else results[0]
 
 
-def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
 def _detached(x: torch.Tensor, own: bool) -> torch.Tensor:
     """`x` without its gradient; in memory of its `own`, it gets the gradients of what is written to it later."""
     with fx_traceback.annotate({MARK: "detach"}):
@@ -396,48 +398,12 @@ def _carries_gradient(node: fx.Node) -> bool:
 
     The example of a tensor that `detach_` changes says what holds at the end.
     """
-    example = _example(node)
+    example = example_of(node)
     if example is None or any(name_of(user.target) == "detach_" for user in node.users):
         return True
     return any(isinstance(t, torch.Tensor) and t.requires_grad for t in pytree.tree_leaves(example))
 
 
-def changed_in_place(node: fx.Node) -> fx.Node | None:
-    """The node of the tensor that `node` changes in place, by PyTorch's naming; None if it changes none."""
-    name = name_of(node.target)
-    out = node.kwargs.get("out")
-    if isinstance(out, fx.Node):
-        return out
-    if isinstance(node.target, numpy_method_wrapper | numpy_operator_wrapper):  # of what shares memory with a tensor
-        name = name.removeprefix("wrapped_").strip("_")
-        name = "setitem" if name in _ARRAY_METHODS else name
-    in_place = (name.endswith("_") and not name.endswith("__") and name not in _KEYWORDS) or name in _IN_PLACE_OPERATORS
-    if not (in_place or node.kwargs.get("inplace")):
-        return None
-    first = node.args[0] if node.args else None
-    return first if isinstance(first, fx.Node) else None
-
-
-_ARRAY_METHODS = frozenset({"fill", "sort", "partition", "put", "itemset"})
-"""Methods of NumPy's arrays that change them."""
-
-_KEYWORDS = frozenset({"and_", "or_", "not_", "is_"})
-"""Functions of `operator` that are named after keywords."""
-
-_AUGMENTED = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul ilshift irshift"
-_IN_PLACE_OPERATORS = frozenset({"setitem", *_AUGMENTED.split()})
-
-
 _OVERWRITING = "zero fill copy uniform normal random bernoulli exponential log_normal cauchy geometric"
 _REPLACING = frozenset(("setitem", *(f"{name}_" for name in _OVERWRITING.split())))
 """In-place changes that overwrite all old values."""
-
-
-def _storage(example: Any) -> int | None:
-    """The identity of an example's memory; None if it has none, as tensors inside `torch.func`."""
-    if not isinstance(example, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(example):
-        return None
-    return int(example.untyped_storage()._cdata)
-
-
-# ---- operators that a trace without autograd would decompose differently ----------------------------------------

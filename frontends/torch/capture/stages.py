@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from daceml_train.frontends.torch.capture.prepass import changed_in_place
+from daceml_train.frontends.torch.capture.nodes import changed_in_place
 from daceml_train.frontends.torch.results import example_of
 
 MOST = 16

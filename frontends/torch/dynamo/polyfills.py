@@ -16,7 +16,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
-from torch._dynamo.variables import UserFunctionVariable
+from torch._dynamo.variables import TensorVariable, UserDefinedClassVariable, UserFunctionVariable
 
 
 def gaussian_nll_loss(
@@ -134,6 +134,12 @@ def cumulative_batch_norm(self: Any, input: Tensor) -> Tensor:
     return result
 
 
+def variable(data: Tensor, requires_grad: bool = False) -> Tensor:
+    """`torch.autograd.Variable` of a tensor: the same memory without a derivative, or as a leaf."""
+    result = data.detach()
+    return result.requires_grad_() if requires_grad else result
+
+
 POLYFILLS: dict[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: gaussian_nll_loss,
     torch.cov: cov,
@@ -149,6 +155,7 @@ def install() -> None:
         get_torch_obj_rule_map().pop(original, None)  # otherwise it enters graphs unchanged, and breaks them there
         torch._dynamo.substitute_in_graph(original, skip_signature_check=True)(ours)
     _install_cumulative()
+    _install_variable()
 
 
 def _install_cumulative() -> None:
@@ -162,3 +169,22 @@ def _install_cumulative() -> None:
         return original(self, tx, args, kwargs)
 
     UserFunctionVariable.call_function = call  # type: ignore[method-assign]
+
+
+def _install_variable() -> None:
+    """A class is no function that TorchDynamo looks up; code of the time before PyTorch 0.4 calls this one."""
+    original: Any = UserDefinedClassVariable.call_function
+    ours: Any = variable
+
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        tensors = [a for a in given if isinstance(a, TensorVariable)]
+        if self.value is torch.autograd.Variable and len(given) <= 2 and tensors and not {*kwargs} - _VARIABLE:
+            return UserFunctionVariable(ours).call_function(tx, args, kwargs)
+        return original(self, tx, args, kwargs)
+
+    UserDefinedClassVariable.call_function = call  # type: ignore[method-assign]
+
+
+_VARIABLE = {"data", "requires_grad"}
+"""Its arguments; the others no longer have a meaning."""

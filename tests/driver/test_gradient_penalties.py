@@ -1,0 +1,178 @@
+"""`torch.autograd.grad` of a tensor that the model makes a leaf, through dropout, noise, normalizations and in-place
+changes, with a derivative: values, gradients, running statistics and random streams as in eager execution."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+import daceml_train as dt
+
+pytestmark = pytest.mark.compiled
+
+
+class Critic(nn.Module):
+    def __init__(self, body: Callable[[Critic, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.norm = nn.Linear(4, 8), nn.Linear(8, 1), nn.BatchNorm1d(8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+        self.register_buffer("average", torch.zeros(8))
+        self.body, self.kept = body, torch.zeros(1)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.clone().requires_grad_()
+
+
+def penalized(z: Tensor, y: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(y, z, torch.ones_like(y), create_graph=True)
+    return y.mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def plain(c: Critic, x: Tensor) -> Tensor:
+    z = (0.3 * x + 0.7 * x.flip(0)).detach().requires_grad_(True)
+    return penalized(z, c.b(c.a(z).sin()))
+
+
+def legacy(c: Critic, x: Tensor) -> Tensor:
+    z = Variable(x, requires_grad=True)
+    return penalized(z, c.b(c.a(z).sin())) + (Variable(c.a(x)) * c.a(x)).mean()
+
+
+def dropouts(c: Critic, x: Tensor) -> Tensor:
+    z = leaf(x)
+    h = F.dropout(c.a(z).sin(), 0.3)
+    planes = F.dropout2d(h.tanh()[:, :, None, None], 0.5)[:, :, 0, 0]
+    return penalized(z, c.b(F.dropout(h, 0.5) * h + planes + F.dropout(h, training=False)))
+
+
+def twice(c: Critic, x: Tensor) -> Tensor:
+    z = leaf(x)
+    y = c.b(F.dropout(c.a(z).sin(), 0.3))
+    slope, weight = torch.autograd.grad(y.sum(), [z, c.a.weight], create_graph=True)
+    (curve,) = torch.autograd.grad(slope.square().sum(), z, create_graph=True)
+    return y.mean() + curve.square().mean() + weight.square().mean()
+
+
+def noise(c: Critic, x: Tensor) -> Tensor:
+    z = leaf(x)
+    h = c.a(z)
+    return penalized(z, c.b((h + torch.randn_like(h) * torch.rand(h.shape, dtype=h.dtype)).sin()))
+
+
+def statistics(c: Critic, x: Tensor) -> Tensor:
+    z, w = leaf(x), leaf(2 * x)
+    h = F.batch_norm(c.a(z), c.mean, c.var, training=True)  # type: ignore[arg-type]
+    h = F.instance_norm(h[:, None], c.average[:1], torch.ones(1, dtype=x.dtype))[:, 0]  # type: ignore[index]
+    return penalized(z, c.b(c.norm(h.sin()))) + penalized(w, c.b(c.a(w).cos()))
+
+
+def activation_in_place(c: Critic, x: Tensor) -> Tensor:
+    z = leaf(x)
+    return penalized(z, c.b(F.leaky_relu(c.a(z), 0.2, inplace=True)))
+
+
+def written_before(c: Critic, x: Tensor) -> Tensor:
+    scale = torch.ones(8, dtype=x.dtype)
+    scale.mul_(3.0)
+    z = leaf(x)
+    h = c.a(z)
+    with torch.no_grad():
+        c.average.mul_(0.9).add_(h.mean(0), alpha=0.1)  # type: ignore[union-attr,operator]
+    return penalized(z, c.b((h * scale).sin() - c.average))
+
+
+def unused(c: Critic, x: Tensor) -> Tensor:
+    z = c.a(x).detach().requires_grad_()
+    w = c.a(x).detach()
+    w.requires_grad = True
+    return c.b(z.sin() + w).mean()
+
+
+def without_gradients(c: Critic, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        z = c.a(x)[:, :4].clone().requires_grad_()
+    return penalized(z, c.b(c.a(z).sin()))
+
+
+def kept(c: Critic, x: Tensor) -> Tensor:
+    z = leaf(x)
+    c.kept = z.view(-1)
+    return penalized(z, c.b(c.a(z).sin()))
+
+
+def element_in_place(c: Critic, x: Tensor) -> Tensor:
+    z = leaf(x)
+    h = torch.zeros(len(x), 8, dtype=x.dtype)
+    h[:, 1:] = c.a(z)[:, 1:]
+    return penalized(z, c.b(h.sin()))
+
+
+def data_in_place(c: Critic, x: Tensor) -> Tensor:
+    z = leaf(x)
+    h = c.a(z) * 1
+    h.data.mul_(2.0)
+    return penalized(z, c.b(h + h.sin()))
+
+
+def off_in_place(c: Critic, x: Tensor) -> Tensor:
+    z = leaf(x)
+    h = c.a(z) * 1
+    with torch.no_grad():
+        h.mul_(0.5)
+    return penalized(z, c.b(h.cos() * c.a(z)))
+
+
+def statistics_read(c: Critic, x: Tensor) -> Tensor:
+    z = leaf(x)
+    h = c.a(z)
+    fixed = F.batch_norm(h, c.mean, c.var, training=False)  # type: ignore[arg-type]
+    own = F.batch_norm(h, c.mean, c.var, training=True)  # type: ignore[arg-type]
+    return penalized(z, c.b((fixed * own).sin()))
+
+
+WHOLE = [plain, legacy, dropouts, twice, noise, statistics, activation_in_place, written_before, unused]
+WHOLE += [without_gradients]
+OTHERS = [kept, element_in_place, data_in_place, off_in_place, statistics_read]
+"""A leaf that others can read, and changes in place that a second run of operators would repeat or miss."""
+
+
+@pytest.mark.parametrize("body", WHOLE + OTHERS)
+@pytest.mark.parametrize("way", ["optimize", "training_step"])
+def test_as_eager(body: Callable[[Critic, Tensor], Tensor], way: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error" if body in WHOLE else "ignore", "daceml_train")
+        expected, got = trained(body, "eager"), trained(body, way)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def trained(body: Callable[[Critic, Tensor], Tensor], way: str) -> dict[str, Tensor]:
+    """Losses and state after three steps, and a number from the random stream."""
+    model = Critic(body)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    module = dt.optimize(model, random="eager") if way == "optimize" else model
+
+    def stepped(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = module(x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = dt.training_step(model, lambda y: y, optimizer, random="eager") if way == "training_step" else stepped
+    torch.manual_seed(1)
+    x = torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4)
+    losses = [step(x * number).detach() for number in (1, 2, 3)]
+    return {"losses": torch.stack(losses), **model.state_dict(), "random": torch.rand(1), "kept": model.kept.detach()}
