@@ -86,6 +86,7 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._dynamo.variables.AutogradFunctionVariable",
         "torch._dynamo.variables.TensorVariable",
         "torch._dynamo.variables.TorchInGraphFunctionVariable",
+        "torch._dynamo.variables.UserDefinedClassVariable",
         "torch._dynamo.variables.UserFunctionVariable",
         "torch._dynamo.variables.VariableTracker",
         "torch._dynamo.variables.builder.VariableBuilder",

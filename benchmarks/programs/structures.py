@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.programs.program import WIDTH, Program, Train, drawn, named
+from benchmarks.programs.program import BATCH, WIDTH, Program, Train, drawn, named
 
 
 @named("dynamic lengths")
@@ -125,6 +125,49 @@ class Maml(Program):
             gradients = torch.autograd.grad(loss, weights, create_graph=True)
             weights = [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)]
         return self.apply_to(weights, query)
+
+
+class Critic(Program):
+    """A critic with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        middle = nn.LeakyReLU(0.2), nn.Dropout(0.2), self.last, nn.Tanh()
+        self.layers = nn.Sequential(self.first, *middle, nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layers(x)
+        return scores
+
+    def penalized(self, points: Tensor, scores: Tensor) -> Tensor:
+        """A loss of which a part is how far the slopes at some points are from 1; they are differentiated again."""
+        (slope,) = torch.autograd.grad(scores, points, torch.ones_like(scores), create_graph=True)
+        return scores.square().mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+
+
+@named("gradient penalty")
+class Penalty(Critic):
+    """The model makes the points, and computes the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = torch.rand(BATCH, 1)
+        points = (share * x + (1 - share) * x.flip(0)).requires_grad_(True)
+        return self.penalized(points, self.layers(points))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return output
+
+
+@named("gradient penalty, outside")
+class PenaltyOutside(Critic):
+    """The user's code makes the points, and its loss calls for the slopes."""
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        points = drawn(number, BATCH, WIDTH).requires_grad_(True)
+        return points, points
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.penalized(target, output)
 
 
 class Generating(nn.Module):

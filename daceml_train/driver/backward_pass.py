@@ -33,9 +33,10 @@ class Compiled(Protocol):
     written: list[int]
     eager: Callable[..., Any]
     note: Callable[[str], None] | None
+    second: Second | None
 
-    def differentiated_again(self) -> None:
-        """Note that a gradient was asked for that is differentiated again."""
+    def differentiated_again(self, needed: Sequence[int], cotangents: Sequence[torch.Tensor | None]) -> None:
+        """Note that gradients by the inputs `needed` are differentiated again."""
 
     def owners(self, results: Any, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Graph output -> its value in a call of `eager`, for outputs through which gradients flow."""
@@ -53,15 +54,31 @@ class Call(NamedTuple):
     ticket: Ticket | None = None
 
 
+class Second(Protocol):
+    """Computes gradients that have gradients; see `driver.second_derivative`."""
+
+    def __call__(
+        self, call: Call, cotangents: Sequence[torch.Tensor | None], needed: Sequence[int]
+    ) -> Sequence[torch.Tensor] | None:
+        """The gradients by the inputs at the positions `needed`; None where PyTorch is to compute them."""
+
+    def connected(
+        self, needed: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+    ) -> Callable[[Sequence[Any], Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None:
+        """Runs calls, from arguments and inputs, whose gradients like these have gradients; None: PyTorch does."""
+
+
 def gradients_of(
     graph: Compiled,
     call: Call,
     saved: Callable[[], Sequence[torch.Tensor]],
     cotangents: Sequence[torch.Tensor | None],
+    needed: Sequence[int],
 ) -> list[torch.Tensor | None]:
     """The gradient of each input, from the cotangents of all results; None for one that has none.
 
-    `saved` returns the inputs and results that the backward program reads.
+    `saved` returns the inputs and results that the backward program reads. Gradients that have gradients are computed
+    for the inputs at the positions `needed`.
     """
     nothing: list[torch.Tensor | None] = [None] * len(call.tensors)
     if all(cotangent is None for cotangent in cotangents):  # a later graph reads a result that its loss does not use
@@ -69,18 +86,24 @@ def gradients_of(
     if graph.compiled.backward is None:  # no result depends on an input, though autograd sees them connected
         return nothing
     given = [cotangents[i] for i in graph.compiled.cotangents]
-    given = [g if g is None else _plain(g) for g in given]
+    given = [g if g is None else plain(g) for g in given]
+    batched = any(g is not None and is_batched(g) for g in given)
+    absent = {k for k, cotangent in enumerate(given) if cotangent is None}
+    gradients = nothing
     if torch.is_grad_enabled():
-        found_again = _eager_gradients(graph, call, given)
-        graph.differentiated_again()
-        return found_again
-    if any(g is not None and _batched(g) for g in given):
+        reached = [i for i in needed if not graph.compiled.sources[graph.wanted[i]] <= absent]
+        results = None if batched or graph.second is None else graph.second(call, given, reached)
+        if results is None:
+            gradients = eager_gradients(graph, call, given)
+        for position, gradient in zip(reached, results or (), strict=False):
+            gradients[position] = gradient
+        graph.differentiated_again(reached, given)
+        return gradients
+    if batched:
         if graph.note is not None:
             graph.note("gradients of a batch of cotangents at once (is_grads_batched, vectorize)")
-        return _eager_gradients(graph, call, given, create_graph=False)
-    found = graph.backward([*saved(), *(_filled(graph, k, c, call.tensors) for k, c in enumerate(given))], call.ticket)
-    gradients = nothing
-    absent = {k for k, cotangent in enumerate(given) if cotangent is None}
+        return eager_gradients(graph, call, given, create_graph=False)
+    found = graph.backward([*saved(), *(filled(graph, k, c, call.tensors) for k, c in enumerate(given))], call.ticket)
     for position, index in graph.wanted.items():
         if not graph.compiled.sources[index] <= absent:
             parts = graph.compiled.sparse.get(index)
@@ -93,7 +116,7 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _plain(cotangent: torch.Tensor) -> torch.Tensor:
+def plain(cotangent: torch.Tensor) -> torch.Tensor:
     """A cotangent with all of its elements in memory; those that PyTorch creates lazily have none."""
     if torch._is_zerotensor(cotangent):
         return torch.zeros(cotangent.shape, dtype=cotangent.dtype, device=cotangent.device)
@@ -101,13 +124,13 @@ def _plain(cotangent: torch.Tensor) -> torch.Tensor:
     return cotangent.contiguous() if 0 in cotangent.stride() else cotangent
 
 
-def _batched(tensor: torch.Tensor) -> bool:
+def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a tensor represents a batch, inside `torch.func.vmap` or what `is_grads_batched` uses."""
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
-def _filled(
+def filled(
     graph: Compiled, number: int, cotangent: torch.Tensor | None, inputs: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """A cotangent; zeros for an output that the loss does not use."""
@@ -121,34 +144,40 @@ def _filled(
     return torch.zeros(shape, dtype=torch_dtype(expected.dtype), device=device)
 
 
-def _eager_gradients(
+CHANGED = "an input of a compiled graph was modified in place before a gradient of its gradient"
+"""An error, as in PyTorch."""
+
+
+def refusal(graph: Compiled) -> str:
+    """Why PyTorch, which would run the graph once more, cannot differentiate its gradients; empty if it can."""
+    what = ""
+    if graph.captured.random:
+        what = "dropout or other random operators (PyTorch cannot reproduce their numbers)"
+    elif graph.written:
+        what = "a graph that updates buffers (such as BatchNorm in training mode; call eval() if it need not)"
+    elif graph.captured.once:
+        what = graph.captured.once
+    if not what:
+        return ""
+    return (
+        f"a gradient of a gradient, or of a batch of cotangents, through {what} "
+        "is not available from a compiled graph: run this module without daceml_train"
+    )
+
+
+def eager_gradients(
     graph: Compiled, call: Call, cotangents: Sequence[torch.Tensor | None], create_graph: bool = True
 ) -> list[torch.Tensor | None]:
     """Gradients by PyTorch, which runs the captured graph; with a graph of their own (`create_graph`)."""
-    if graph.captured.random:
-        raise RuntimeError(
-            "a gradient of a gradient, or of a batch of cotangents, "
-            "through dropout or other random operators is not available from a compiled "
-            "graph: PyTorch cannot reproduce their numbers; run this module without daceml_train"
-        )
-    if graph.written:
-        raise RuntimeError(
-            "a gradient of a gradient, or of a batch of cotangents, "
-            "through a graph that updates buffers (such as BatchNorm in training mode) is not "
-            "available from a compiled graph; call eval(), or run this module without daceml_train"
-        )
-    if create_graph and graph.captured.once:
-        raise RuntimeError(
-            f"a gradient of a gradient through {graph.captured.once} is not available from a compiled graph: "
-            "run this module without daceml_train"
-        )
+    if (reason := refusal(graph)) and (create_graph or not graph.captured.once):
+        raise RuntimeError(reason)
     inputs = call.tensors
     if any(version_of(t) != v for t, v in zip(inputs, call.versions, strict=True)):
-        raise RuntimeError("an input of a compiled graph was modified in place before a gradient of its gradient")
+        raise RuntimeError(CHANGED)
     arguments = call.arguments
     with torch.enable_grad():
         if len(graph.wanted) > 1 and any(inputs[i].grad_fn is not None for i in graph.wanted):
-            inputs, arguments = _apart(graph, call)
+            inputs, arguments = separate(graph, call)
         results = graph.owners(graph.eager(*arguments), inputs)
     outputs = zip(graph.compiled.cotangents, cotangents, strict=True)
     pairs = [(results[i], g) for i, g in outputs if g is not None and i in results]
@@ -162,7 +191,7 @@ def _eager_gradients(
     return gradients
 
 
-class _Same(torch.autograd.Function):
+class Unchanged(torch.autograd.Function):
     """A tensor, as the result of an operator; no view, since what is a view of it belongs to it."""
 
     @staticmethod
@@ -174,7 +203,7 @@ class _Same(torch.autograd.Function):
         return cotangent
 
 
-def _apart(graph: Compiled, call: Call) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
+def separate(graph: Compiled, call: Call) -> tuple[Sequence[torch.Tensor], Sequence[Any]]:
     """Inputs and arguments none of which is computed from another.
 
     PyTorch's gradient of an input would contain what reaches it through inputs that are computed from it.
@@ -183,8 +212,20 @@ def _apart(graph: Compiled, call: Call) -> tuple[Sequence[torch.Tensor], Sequenc
     copies: dict[int, torch.Tensor] = {}
     for argument in call.arguments:
         if isinstance(argument, torch.Tensor) and id(argument) in given and argument.requires_grad:
-            copies[id(argument)] = _Same.apply(argument)  # type: ignore[no-untyped-call]
+            copies[id(argument)] = Unchanged.apply(argument)  # type: ignore[no-untyped-call]
     return [copies.get(id(t), t) for t in call.tensors], [copies.get(id(a), a) for a in call.arguments]
 
 
-__all__ = ["Call", "gradients_of", "version_of"]
+__all__ = [
+    "Call",
+    "Second",
+    "Unchanged",
+    "eager_gradients",
+    "filled",
+    "gradients_of",
+    "is_batched",
+    "plain",
+    "refusal",
+    "separate",
+    "version_of",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from daceml_train.errors import Invalid, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.results import OutputSource
 from daceml_train.runtime.gpu.plan import same_strides
+from daceml_train.runtime.native_library import share_version
 from daceml_train.tensor import evaluate
 
 
@@ -151,6 +153,38 @@ def laid_out(captured: Captured, outputs: Sequence[torch.Tensor], sizes: Mapping
 
 def _copied(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+SMALL = 4096
+"""Elements of a result that is copied where the backward pass reads its memory."""
+
+
+def apart(results: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results, which may be changed in place while others `saved` in the same memory are to be read as they are.
+
+    Small ones are copied. Others count their changes together with what is saved, as views do: reading it is an error.
+    """
+    found, memory = list(results), [tensor.untyped_storage()._cdata for tensor in saved]
+    for position, result in enumerate(results if saved else ()):
+        storage = result.untyped_storage()._cdata
+        others = [s for s, own in zip(saved, memory, strict=True) if own == storage and s is not result]
+        if others and result.numel() <= SMALL:
+            found[position] = torch.empty_strided(
+                result.shape, result.stride(), dtype=result.dtype, device=result.device
+            ).copy_(result)
+            torch._C._autograd._unsafe_set_version_counter((found[position],), (result._version,))
+        elif others:
+            share_version(result, others)
+    return found
+
+
+@contextlib.contextmanager
+def counted(tensors: Sequence[torch.Tensor], changes: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """Tensors change in place, those at these positions so many times, and have the versions of eager execution."""
+    changed = [(tensors[i], tensors[i]._version + count) for i, count in changes if not tensors[i].is_inference()]
+    yield
+    for tensor, version in changed:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def results_of(captured: Captured, outputs: Sequence[torch.Tensor], arguments: Sequence[Any]) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from daceml_train.driver.function import apart, run_with_layout
+from daceml_train.driver.binding import apart
+from daceml_train.driver.function import run_with_layout
 from daceml_train.driver.goals import Differentiable, compile_differentiable
 from daceml_train.driver.records import Record
 from daceml_train.driver.settings import Settings

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import compress
 from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
 
-from daceml_train.driver.backward_pass import Call, gradients_of, version_of
+from daceml_train.driver.backward_pass import Call, Second, gradients_of, version_of
 from daceml_train.driver.binding import (
+    apart,
+    counted,
     differentiable_outputs,
     input_tensors,
     laid_out,
@@ -32,7 +35,7 @@ from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.executable import Executable
 from daceml_train.runtime.executor import InputMismatch
 from daceml_train.runtime.gpu.cuda_graph_pair import CudaGraphPairs, Ticket
-from daceml_train.runtime.native_library import library, share_version
+from daceml_train.runtime.native_library import library
 from daceml_train.tensor import evaluate
 
 FORWARD_MODE = "a call inside forward-mode differentiation, which PyTorch runs"
@@ -56,28 +59,6 @@ STILL_PACKED = "weights are packed at each call, since they change and the progr
 
 COUNTERS = 16
 """Elements of a buffer that is copied for the backward pass, which takes about a microsecond."""
-
-SMALL = 4096
-"""Elements of a result that is copied where the backward pass reads its memory."""
-
-
-def apart(results: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results, which may be changed in place while others `saved` in the same memory are to be read as they are.
-
-    Small ones are copied. Others count their changes together with what is saved, as views do: reading it is an error.
-    """
-    found, memory = list(results), [tensor.untyped_storage()._cdata for tensor in saved]
-    for position, result in enumerate(results if saved else ()):
-        storage = result.untyped_storage()._cdata
-        others = [s for s, own in zip(saved, memory, strict=True) if own == storage and s is not result]
-        if others and result.numel() <= SMALL:
-            found[position] = torch.empty_strided(
-                result.shape, result.stride(), dtype=result.dtype, device=result.device
-            ).copy_(result)
-            torch._C._autograd._unsafe_set_version_counter((found[position],), (result._version,))
-        elif others:
-            share_version(result, others)
-    return found
 
 
 def run_with_layout(executable: Executable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -130,6 +111,9 @@ class CompiledGraph:
         left: Callable[[str], None] | None = None,
     ) -> None:
         self.note, self.again = note, again
+        self.second: Second | None = None
+        self._connected: Callable[[Sequence[Any], Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
+        """Runs calls whose gradients are differentiated again, once most are."""
         self._runs = self._seconds = 0
         self._second_order = False
         """Whether PyTorch runs all calls, whose gradients are differentiated again."""
@@ -203,11 +187,8 @@ class CompiledGraph:
 
         None: all outputs, and no backward pass follows. The ticket is for `backward`.
         """
-        changed = [(tensors[i], version_of(tensors[i]) + count) for i, count in self.changes]
-        outputs, ran, prepacked = self._run(tensors, results is not None and self.compiled.backward is not None)
-        for tensor, version in changed:
-            if not tensor.is_inference():
-                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        with counted(tensors, self.changes):
+            outputs, ran, prepacked = self._run(tensors, results is not None and self.compiled.backward is not None)
         saved = [] if results is None else outputs[results:]
         found = apart(self._laid_out(outputs[:results], tensors), saved)
         if self._native is not None and not isinstance(ran, Ticket):
@@ -249,7 +230,12 @@ class CompiledGraph:
         """Let native calls run what a call in Python ran for a second time: sizes that are met once stay in Python."""
         again, self._ran = ran == self._ran, ran
         prepared = None if prepacked is None else prepacked.prepared
-        if again and self._native is not None and (prepacked is None or prepared is not None):
+        if (
+            again
+            and self._native is not None
+            and self._connected is None
+            and (prepacked is None or prepared is not None)
+        ):
             self._native.use(ran[0], self._backward_plan, ran[1], prepared)
 
     def _laid_out(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -257,15 +243,17 @@ class CompiledGraph:
         by_name = dict(zip(self.names, tensors, strict=True)) if self.captured.sized else {}
         return laid_out(self.captured, outputs, sizes_of(self.captured, by_name))
 
-    def differentiated_again(self) -> None:
-        """Note a gradient of a gradient, which PyTorch computes: if most calls have one, PyTorch runs them."""
+    def differentiated_again(self, needed: Sequence[int], cotangents: Sequence[torch.Tensor | None]) -> None:
+        """Note gradients that are differentiated again: if those of most calls are, other programs run them."""
         self._seconds += 1
-        if self._seconds >= SECOND_ORDER and 2 * self._seconds >= self.runs and not self.captured.random:
-            self._second_order = True
-            if self._native is not None:
-                library().compiled_calls_end()
-            if self.note is not None:
-                self.note(DIFFERENTIATED_AGAIN)
+        if self._seconds < SECOND_ORDER or 2 * self._seconds < self.runs or self._connected is not None:
+            return
+        self._connected = None if self.second is None else self.second.connected(needed, cotangents)
+        self._second_order = self._connected is None
+        if self._native is not None:
+            library().compiled_calls_end()
+        if self._second_order and self.note is not None:
+            self.note(DIFFERENTIATED_AGAIN)
 
     def owners(self, results: Any, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Graph output -> its value in a call of `eager`, for outputs through which gradients flow."""
@@ -305,17 +293,20 @@ class CompiledGraph:
         versions: Sequence[int],
         saved: Sequence[torch.Tensor],
         cotangents: Sequence[torch.Tensor | None],
+        needed: Sequence[int],
     ) -> list[torch.Tensor | None]:
         """The gradients `wanted`, for a native call; the cotangents are those of differentiable results."""
         drawn = dict(zip(self.captured.draws, arguments, strict=False))
         arguments = arguments[len(drawn) :]
         by_name = input_tensors(self.captured, arguments) | drawn
+        by_name.update((self.names[i], t) for i, t in zip(self.kept, saved, strict=False) if self.names[i] == SEED)
         tensors = [by_name[name] if name in by_name else torch.empty((), device="cpu") for name in self.names]
         results: list[torch.Tensor | None] = [None] * len(self.captured.graph.outputs)
         for i, cotangent in zip(sorted(self.differentiable), cotangents, strict=True):
             results[i] = cotangent
-        found = gradients_of(self, Call(arguments, tensors, versions), lambda: saved, results)
-        if self._native is not None and not self._second_order:
+        call = Call(arguments, tensors, versions)
+        found = gradients_of(self, call, lambda: saved, results, [*compress(self.wanted, needed)])
+        if self._native is not None and not self._second_order and self._connected is None:
             plan, copied = self._ran
             self._native.use(plan, self._backward_plan, copied)
         return [found[position] for position in self.wanted]
@@ -351,7 +342,10 @@ class CompiledGraph:
             results: Sequence[Any] = self.forward(tensors, None)[0]
         else:
             self._disconnect(tensors)
-            results = _Function.apply(self, arguments, *tensors)  # type: ignore[no-untyped-call]
+            if self._connected is None:
+                results = _Function.apply(self, arguments, *tensors)  # type: ignore[no-untyped-call]
+            else:
+                results = self._connected(arguments, tensors)
         return results_of(self.captured, results, arguments)
 
     def _binds(self, by_name: Mapping[str, torch.Tensor]) -> bool:
@@ -439,10 +433,13 @@ class _Function(torch.autograd.Function):
             return (None, None, *(None for _ in graph.names))
         if ctx.call is None:
             raise RuntimeError("a second backward pass through a compiled graph; the first needs retain_graph=True")
-        gradients = gradients_of(graph, ctx.call, lambda: ctx.saved_tensors, cotangents)
+        needed = [*graph.wanted]
+        if torch.is_grad_enabled():
+            needed = [i for i in needed if library().backward_needs(i)]
+        gradients = gradients_of(graph, ctx.call, lambda: ctx.saved_tensors, cotangents, needed)
         if not torch.is_grad_enabled() and not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.call = None  # as saved tensors are freed
         return (None, None, *gradients)
 
 
-__all__ = ["CompiledGraph", "apart", "draw_seed", "run_with_layout"]
+__all__ = ["CompiledGraph", "draw_seed", "run_with_layout"]

@@ -34,6 +34,7 @@ from daceml_train.driver.records import Record
 from daceml_train.driver.recursion import Recursion, recursion_of
 from daceml_train.driver.refused import Refused
 from daceml_train.driver.sdfg_programs import sdfg_of
+from daceml_train.driver.second_derivative import SecondDerivative
 from daceml_train.driver.settings import Settings
 from daceml_train.errors import DacemlError, Invalid, Unsupported, why
 from daceml_train.frontends.torch import absent_gradients
@@ -217,6 +218,8 @@ class Backend:
         others = self.options.cuda_graphs, self.note, copied_inputs(module), again
         left = None if self.alone or processes() > 1 else self.left  # processes have to go one way
         compiled_graph = CompiledGraph(captured, compiled, self.eager(module), *others, left)
+        if wrt:
+            compiled_graph.second = SecondDerivative(compiled_graph, self.options, device, self.records)
         compiled.records[0].needs_python = needs_python(compiled_graph) if device is CPU else ""
         self.cuda_graphs += [compiled_graph.cuda_graphs] if compiled_graph.cuda_graphs is not None else []
         return compiled_graph

@@ -16,6 +16,7 @@ from torch._dynamo import compiled_autograd
 
 from daceml_train.driver.backward_pass import Compiled
 from daceml_train.driver.prepacked import Prepared
+from daceml_train.graph.node import SEED
 from daceml_train.lowering.device import CPU
 from daceml_train.runtime.bound_plan import BoundPlan
 from daceml_train.runtime.executable import Executable
@@ -144,6 +145,8 @@ def needs_python(graph: Compiled) -> str:
         return "sizes depend on the values of arguments"
     if captured.draws and (captured.graph.writes or not all(draw.settled for draw in captured.draws.values())):
         return "PyTorch draws random numbers of sizes that change, or beside changes in place"
+    if SEED in graph.names and graph.names.index(SEED) not in graph.kept and _differentiates_arguments(graph):
+        return "a gradient that is differentiated again would need its random numbers"
     if not captured.flat or not captured.outputs:
         return "the results are not a flat tuple"
     for source, detached in zip(captured.outputs, captured.detached, strict=True):
@@ -156,6 +159,10 @@ def needs_python(graph: Compiled) -> str:
         if detached and source.index in graph.differentiable:
             return "a result is returned with and without its gradient"
     return ""
+
+
+def _differentiates_arguments(graph: Compiled) -> bool:
+    return any(s.kind == "tensor" and graph.names.index(s.name) in graph.wanted for s in graph.captured.inputs)
 
 
 def _is_settled(bound: BoundPlan) -> bool:

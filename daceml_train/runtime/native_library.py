@@ -26,6 +26,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "identities_create": (_HANDLE, [_POINTER, _POINTER, _POINTER, c_int64, _POINTER, _POINTER, c_int64]),
     "identities_destroy": (None, [_HANDLE]),
     "compiled_calls_end": (None, []),
+    "backward_needs": (c_int64, [c_int64]),
     "compiled_calls_epoch": (c_int64, []),
     "pool_install": (None, []),
     "pool_gate": (c_int, [c_int]),

@@ -84,7 +84,7 @@ class Penalized(Imperative):
         a, b = (torch.autograd.grad(loss, self.l.weight, retain_graph=True)[0].flatten() for loss in losses)
         angle = float(F.cosine_similarity(a, b, dim=0))
         self.notes.append(angle)
-        return self.r(h) * (1 + 0.1 * angle) + (slope.norm(dim=1, keepdim=True) - 1).square()
+        return self.r(h) * (1.1 if angle > 0 else 0.9) + (slope.norm(dim=1, keepdim=True) - 1).square()
 
 
 class KeepingALeaf(Imperative):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 import daceml_train as dt
+from daceml_train.driver.module import state_of
 
 pytestmark = pytest.mark.compiled
 
@@ -141,6 +142,129 @@ def statistics_read(c: Critic, x: Tensor) -> Tensor:
     fixed = F.batch_norm(h, c.mean, c.var, training=False)  # type: ignore[arg-type]
     own = F.batch_norm(h, c.mean, c.var, training=True)  # type: ignore[arg-type]
     return penalized(z, c.b((fixed * own).sin()))
+
+
+def outside(layers: Callable[[], list[nn.Module]], way: str) -> dict[str, Tensor]:
+    """Steps with a penalty outside of the model; in some, other gradients are differentiated again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), *layers(), nn.Linear(8, 1)).double()
+    module = dt.optimize(model, random="eager") if way == "optimize" else model
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    torch.manual_seed(1)
+    losses = []
+    for number in range(1, 7):
+        z = leaf(torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number)))
+        seed = torch.ones(5, 1, dtype=torch.float64, requires_grad=number == 3)
+        y = module(z)
+        inputs = [z, model[0].weight] if number == 2 else [z]
+        slope, *others = torch.autograd.grad(y, inputs, seed, create_graph=True)
+        loss = y.mean() + (slope.norm(dim=1) - 1).square().mean() + sum(g.square().mean() for g in others)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(
+            torch.stack([loss.detach(), z.grad.norm(), torch.zeros(()) if seed.grad is None else seed.grad.sum()])
+        )
+    return {"losses": torch.stack(losses), **model.state_dict(), "random": torch.rand(1)}
+
+
+LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
+    "plain": lambda: [nn.Tanh()],
+    "dropout": lambda: [nn.Tanh(), nn.Dropout(0.4)],
+    "batch norm": lambda: [nn.BatchNorm1d(8), nn.SiLU()],
+    "both": lambda: [nn.BatchNorm1d(8), nn.LeakyReLU(0.2, inplace=True), nn.Dropout(0.4)],
+    "layer norm": lambda: [nn.LayerNorm(8), nn.Softplus()],
+}
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.filterwarnings("error:daceml_train")
+def test_outside_of_the_model(layers: str) -> None:
+    expected, got = (outside(LAYERS[layers], way) for way in ("eager", "optimize"))
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def various(module: nn.Module) -> list[Tensor]:
+    """Derivatives of many kinds, after some that are differentiated again."""
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4).sin().requires_grad_()
+    found: list[Tensor] = []
+    for _ in range(5):
+        y = module(x)
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+        (third,) = torch.autograd.grad(second.sin().sum(), x)
+        found += [first.detach(), second.detach(), third]
+    found += torch.autograd.functional.hessian(lambda z: module(z).square().sum(), x, vectorize=True)
+    found += torch.autograd.grad(module(x).sum(), x)
+    y = module(x)
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    y.mul_(2)
+    found += torch.autograd.grad(y.sum() + first.square().sum(), [x, *module.parameters()], allow_unused=True)[:4]
+    with torch.no_grad():
+        found += [module(x), module(x)]
+    return [*found, *torch.autograd.grad(module(x).sum(), x)]
+
+
+@pytest.mark.filterwarnings("ignore:daceml_train")
+def test_derivatives_of_a_graph_whose_gradients_are_differentiated_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    expected, got = various(model), various(module := dt.optimize(model))
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    assert any(graph._connected for programs in state_of(module).backend.programs.values() for graph in programs)
+
+
+def test_the_second_derivative_has_the_mask_of_the_first() -> None:
+    """Numbers from a seed: by `y = sum(mask * w * x)`, the slope tells the mask, and the penalty's gradient follows."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.linspace(1, 2, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x * self.w, 0.5)
+
+    model = Scaled()
+    module = dt.optimize(model)
+    for _ in range(8):  # native calls from the third on
+        model.zero_grad()
+        x = torch.ones(64, requires_grad=True)
+        y = module(x)
+        (slope,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+        slope.square().sum().backward()
+        torch.testing.assert_close(slope, y.detach() / x)
+        torch.testing.assert_close(model.w.grad, 2 * slope.detach() ** 2 / model.w.detach())
+        assert 0 < (slope == 0).sum() < 64
+
+
+def test_what_has_no_second_derivative_says_so() -> None:
+    """A third derivative through random numbers, a buffer on which the gradient depends, and a changed input."""
+
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x).sin() * self.mean
+            self.mean.mul_(0.5).add_(0.5)
+            return y
+
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="updates buffers"):
+        torch.autograd.grad(dt.optimize(Averaged())(x).sum(), x, create_graph=True)
+    module = dt.optimize(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5)))
+    (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="random operators"):
+        torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+    z = x * 1
+    y = module(z)
+    with torch.no_grad():
+        z.add_(1)
+    with pytest.raises(RuntimeError, match="modified in"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
 WHOLE = [plain, legacy, dropouts, twice, noise, statistics, activation_in_place, written_before, unused]

@@ -230,5 +230,5 @@ def test_second_derivatives_through_hooks_are_refused() -> None:
             return h * h
 
     x = torch.ones(3, 4, requires_grad=True)
-    with pytest.raises(RuntimeError, match="a gradient of a gradient through a hook"):
+    with pytest.raises(RuntimeError, match="a gradient of a gradient, .* through a hook"):
         grad(dt.optimize(Hooked())(x).sum(), x, create_graph=True)

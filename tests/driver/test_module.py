@@ -149,13 +149,6 @@ def test_gradient_of_a_gradient() -> None:
     assert_tensors_conform(penalties[1][2], penalties[0][2], penalties[0][2])
 
 
-def test_gradient_of_a_gradient_through_dropout_is_an_error() -> None:
-    x = torch.randn(3, 4, requires_grad=True)
-    optimized = dt.optimize(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
-    with pytest.raises(RuntimeError, match="gradient of a gradient"):
-        torch.autograd.grad(optimized(x).sum(), x, create_graph=True)
-
-
 def test_deepcopy_is_independent() -> None:
     model, x = Net(), torch.randn(6, 8)
     optimized = dt.optimize(model)

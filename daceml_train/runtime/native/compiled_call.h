@@ -240,8 +240,9 @@ struct CompiledGraphBackward : torch::autograd::Node {
     const Owned values(PyTuple_New(static_cast<std::ptrdiff_t>(kept.size())));
     const Owned results(PyTuple_New(static_cast<std::ptrdiff_t>(cotangents.size())));
     const Owned numbers(PyTuple_New(static_cast<std::ptrdiff_t>(versions.size())));
+    const Owned needed(PyTuple_New(static_cast<std::ptrdiff_t>(op->wanted.size())));
     const Owned arguments(given.tuple());
-    if (!values || !results || !numbers || !arguments) throw python_error();
+    if (!values || !results || !numbers || !needed || !arguments) throw python_error();
     for (size_t i = 0; i < kept.size(); ++i) {
       PyTuple_SetItem(values.get(), static_cast<std::ptrdiff_t>(i), THPVariable_Wrap(kept[i]));
     }
@@ -252,8 +253,11 @@ struct CompiledGraphBackward : torch::autograd::Node {
     for (size_t i = 0; i < versions.size(); ++i) {
       PyTuple_SetItem(numbers.get(), static_cast<std::ptrdiff_t>(i), PyLong_FromLong(versions[i]));
     }
-    _object* all[] = {arguments.get(), numbers.get(), values.get(), results.get()};
-    const Owned result(PyObject_Vectorcall(op->python_backward, all, 4, nullptr));
+    for (size_t i = 0; i < op->wanted.size(); ++i) {
+      PyTuple_SetItem(needed.get(), static_cast<std::ptrdiff_t>(i), PyLong_FromLong(task_should_compute_output(i)));
+    }
+    _object* all[] = {arguments.get(), numbers.get(), values.get(), results.get(), needed.get()};
+    const Owned result(PyObject_Vectorcall(op->python_backward, all, 5, nullptr));
     if (!result) throw python_error();
     variable_list found;
     for (std::ptrdiff_t i = 0; i < PyList_Size(result.get()); ++i) {

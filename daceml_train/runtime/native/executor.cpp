@@ -80,6 +80,11 @@ EXPORT int compiled_call_programs(_object* function, PlanHandle* forward, PlanHa
 }
 EXPORT int64_t compiled_call_runs(_object* function) { return own<CompiledCall>(PyCFunction_GetSelf(function))->runs; }
 EXPORT void compiled_calls_end() { ++epoch(); }
+// Whether the backward pass that runs needs the gradient of this input of the autograd node that is at work.
+EXPORT int64_t backward_needs(int64_t input) {
+  const auto node = torch::autograd::get_current_node();
+  return node == nullptr || node->task_should_compute_output(static_cast<size_t>(input));
+}
 EXPORT int64_t compiled_calls_epoch() { return epoch().load(); }
 EXPORT void identities_destroy(Identities* identities) { delete identities; }
 EXPORT int identities_hold(const Identities* identities) { return identities->hold(); }
