@@ -128,11 +128,11 @@ class Maml(Program):
 
 
 class Critic(Program):
-    """A critic with dropout."""
+    """A critic with dropout; it is smooth, so that rounding decides no slope."""
 
     def __init__(self) -> None:
         super().__init__()
-        middle = nn.LeakyReLU(0.2), nn.Dropout(0.2), self.last, nn.Tanh()
+        middle = nn.SiLU(), nn.Dropout(0.2), self.last, nn.Tanh()
         self.layers = nn.Sequential(self.first, *middle, nn.Linear(WIDTH, 1))
 
     def forward(self, x: Tensor) -> Tensor:
