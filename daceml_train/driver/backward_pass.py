@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from daceml_train.analysis.reachability import ancestors
 from daceml_train.driver.binding import sizes_of
 from daceml_train.driver.goals import Differentiable
 from daceml_train.frontends.torch.capture.capture import Captured
+from daceml_train.graph.graph import Role
 from daceml_train.runtime.gpu.cuda_graph_pair import Ticket
 from daceml_train.runtime.torch_types import torch_dtype
 from daceml_train.tensor import evaluate
@@ -34,6 +36,8 @@ class Compiled(Protocol):
     eager: Callable[..., Any]
     note: Callable[[str], None] | None
     second: Second | None
+    only_in_pytorch: str
+    """Why PyTorch runs calls of the user's own leaves; see the function of this name."""
 
     def differentiated_again(self, needed: Sequence[int], cotangents: Sequence[torch.Tensor | None]) -> None:
         """Note that gradients by the inputs `needed` are differentiated again."""
@@ -165,6 +169,27 @@ def refusal(graph: Compiled) -> str:
     )
 
 
+def only_in_pytorch(graph: Compiled) -> str:
+    """Why no program can repeat a graph for gradients of gradients: a hook, or updates that gradients depend on.
+
+    Empty where one can, or where no argument has a gradient.
+    """
+    captured = graph.captured
+    arguments = [s for s in captured.inputs if s.kind == "tensor" and graph.names.index(s.name) in graph.wanted]
+    if all(captured.graph.inputs[s.name].role is Role.parameter for s in arguments):
+        return ""
+    found = ancestors(captured.graph.nodes, [captured.graph.outputs[i] for i in graph.differentiable])
+    updated = found.intersection(captured.graph.writes)
+    what = captured.once or (f"{min(updated)}, which it updates" if updated else "")
+    return what and f"a call whose gradients may be differentiated again, through {what}"
+
+
+def of_leaves(graph: Compiled, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether an argument is the user's own leaf, as the points of a gradient penalty are."""
+    wanted = (tensors[graph.names[i]] for i in graph.wanted)
+    return any(t.requires_grad and t.is_leaf and not isinstance(t, torch.nn.Parameter) for t in wanted)
+
+
 def eager_gradients(
     graph: Compiled, call: Call, cotangents: Sequence[torch.Tensor | None], create_graph: bool = True
 ) -> list[torch.Tensor | None]:
@@ -224,6 +249,8 @@ __all__ = [
     "filled",
     "gradients_of",
     "is_batched",
+    "of_leaves",
+    "only_in_pytorch",
     "plain",
     "refusal",
     "separate",

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 
-from daceml_train.driver.backward_pass import Call, Second, gradients_of, version_of
+from daceml_train.driver.backward_pass import Call, Second, gradients_of, of_leaves, only_in_pytorch, version_of
 from daceml_train.driver.binding import (
     apart,
     counted,
@@ -131,6 +131,7 @@ class CompiledGraph:
         self.wanted = {names.index(name): k for k, name in enumerate(compiled.gradients)}
         self.unwanted = [i for i in range(len(names)) if i not in self.wanted] if self.wanted else []
         self.differentiable = frozenset(differentiable_outputs(captured))
+        self.only_in_pytorch = only_in_pytorch(self)
         self.cuda_graphs = self._new_cuda_graphs() if cuda_graphs else None
         outside: Any = torch._dynamo.disable  # it is called where TorchDynamo is at work
         self._native = native_call(self, outside(self._after_draws), outside(self._gradients))
@@ -327,6 +328,8 @@ class CompiledGraph:
             return self._by_pytorch(FORWARD_MODE, arguments)
         by_name = input_tensors(self.captured, arguments)
         tensors = list(by_name.values())
+        if self.only_in_pytorch and torch.is_grad_enabled() and of_leaves(self, by_name):
+            return self._by_pytorch(self.only_in_pytorch, arguments)
         if self.written and self._forbidden(tensors):
             return self.eager(*arguments)  # which raises PyTorch's error
         if self.written and shares_memory(tensors, self.written):  # kernels assume that what they write has no alias

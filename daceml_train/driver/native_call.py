@@ -147,6 +147,8 @@ def needs_python(graph: Compiled) -> str:
         return "PyTorch draws random numbers of sizes that change, or beside changes in place"
     if SEED in graph.names and graph.names.index(SEED) not in graph.kept and _differentiates_arguments(graph):
         return "a gradient that is differentiated again would need its random numbers"
+    if graph.only_in_pytorch:
+        return graph.only_in_pytorch
     if not captured.flat or not captured.outputs:
         return "the results are not a flat tuple"
     for source, detached in zip(captured.outputs, captured.detached, strict=True):

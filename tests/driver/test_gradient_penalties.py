@@ -254,7 +254,7 @@ def test_what_has_no_second_derivative_says_so() -> None:
 
     x = torch.randn(3, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match="updates buffers"):
-        torch.autograd.grad(dt.optimize(Averaged())(x).sum(), x, create_graph=True)
+        torch.autograd.grad(dt.optimize(Averaged())(x * 1).sum(), x, create_graph=True)
     module = dt.optimize(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5)))
     (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="random operators"):
@@ -265,6 +265,27 @@ def test_what_has_no_second_derivative_says_so() -> None:
         z.add_(1)
     with pytest.raises(RuntimeError, match="modified in"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:daceml_train")
+def test_what_no_program_can_repeat_runs_in_pytorch_where_the_argument_is_a_leaf() -> None:
+    """The power iteration of a spectral norm, on whose result gradients depend."""
+    runs = []
+    for way in ("eager", "optimize"):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 1)
+        ).double()
+        module = dt.optimize(model) if way == "optimize" else model
+        losses = []
+        for number in range(3):
+            z = leaf(torch.linspace(-1, 1 + number, 12, dtype=torch.float64).view(3, 4).cos())
+            loss = penalized(z, module(z))
+            model.zero_grad()
+            loss.backward()
+            losses += [loss.detach(), *(p.grad for p in model.parameters())]
+        runs.append([*losses, *model.buffers()])
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-10, atol=1e-12)
 
 
 WHOLE = [plain, legacy, dropouts, twice, noise, statistics, activation_in_place, written_before, unused]
