@@ -39,7 +39,9 @@ class Compiled(Protocol):
     only_in_pytorch: str
     """Why PyTorch runs calls of the user's own leaves; see the function of this name."""
 
-    def differentiated_again(self, needed: Sequence[int], cotangents: Sequence[torch.Tensor | None]) -> None:
+    def differentiated_again(
+        self, call: Call, cotangents: Sequence[torch.Tensor | None], needed: Sequence[int]
+    ) -> None:
         """Note that gradients by the inputs `needed` are differentiated again."""
 
     def owners(self, results: Any, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -67,7 +69,7 @@ class Second(Protocol):
         """The gradients by the inputs at the positions `needed`; None where PyTorch is to compute them."""
 
     def connected(
-        self, needed: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+        self, call: Call, cotangents: Sequence[torch.Tensor | None], needed: Sequence[int]
     ) -> Callable[[Sequence[Any], Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None:
         """Runs calls, from arguments and inputs, whose gradients like these have gradients; None: PyTorch does."""
 
@@ -101,7 +103,7 @@ def gradients_of(
             gradients = eager_gradients(graph, call, given)
         for position, gradient in zip(reached, results or (), strict=False):
             gradients[position] = gradient
-        graph.differentiated_again(reached, given)
+        graph.differentiated_again(call, given, reached)
         return gradients
     if batched:
         if graph.note is not None:

@@ -244,12 +244,14 @@ class CompiledGraph:
         by_name = dict(zip(self.names, tensors, strict=True)) if self.captured.sized else {}
         return laid_out(self.captured, outputs, sizes_of(self.captured, by_name))
 
-    def differentiated_again(self, needed: Sequence[int], cotangents: Sequence[torch.Tensor | None]) -> None:
+    def differentiated_again(
+        self, call: Call, cotangents: Sequence[torch.Tensor | None], needed: Sequence[int]
+    ) -> None:
         """Note gradients that are differentiated again: if those of most calls are, other programs run them."""
         self._seconds += 1
         if self._seconds < SECOND_ORDER or 2 * self._seconds < self.runs or self._connected is not None:
             return
-        self._connected = None if self.second is None else self.second.connected(needed, cotangents)
+        self._connected = None if self.second is None else self.second.connected(call, cotangents, needed)
         self._second_order = self._connected is None
         if self._native is not None:
             library().compiled_calls_end()

@@ -67,22 +67,25 @@ class SecondDerivative:
         if not refusal(self.graph) or self.graph.captured.once:
             return None
         key = tuple(needed), with_gradient(cotangents)
-        found = self._gradients.get(key) or self._once(lambda: self._again(key))
+        found = self._gradients.get(key) or self._once(lambda: self._again(call, cotangents, key))
         return None if found is None else found(call, cotangents)
 
-    def connected(self, needed: Sequence[int], cotangents: Cotangents) -> ConnectedCalls | None:
+    def connected(self, call: Call, cotangents: Cotangents, needed: Sequence[int]) -> ConnectedCalls | None:
         """Calls whose gradients like these have gradients; None where they cannot be compiled."""
-        return self._once(lambda: ConnectedCalls(self.graph, tuple(needed), with_gradient(cotangents), self._compile))
+        reached = reached_again(self.graph, call, cotangents, needed)
+        given = with_gradient(cotangents)
+        return self._once(lambda: ConnectedCalls(self.graph, needed, given, reached, self._compile))
 
     def _compile(self, graph: Graph, wrt: Sequence[str], outputs: Sequence[int]) -> Differentiable:
         compiled = compile_differentiable(graph, wrt, outputs, self._options, self._device)
         self._records += compiled.records
         return compiled
 
-    def _again(self, key: tuple[tuple[int, ...], tuple[int, ...]]) -> Gradients:
+    def _again(self, call: Call, cotangents: Cotangents, key: tuple[tuple[int, ...], tuple[int, ...]]) -> Gradients:
         if len(self._gradients) == LIMIT:
             raise Unsupported(f"more than {LIMIT} selections of gradients that are differentiated again")
-        self._gradients[key] = Gradients(self.graph, *key, self._compile)
+        reached = reached_again(self.graph, call, cotangents, key[0])
+        self._gradients[key] = Gradients(self.graph, *key, reached, self._compile)
         return self._gradients[key]
 
     def _once(self, make: Callable[[], T]) -> T | None:
@@ -101,6 +104,46 @@ def with_gradient(cotangents: Cotangents) -> tuple[int, ...]:
     return tuple(k for k, c in enumerate(cotangents) if c is not None and c.requires_grad)
 
 
+Reached = Sequence[frozenset[int]] | None
+"""Per gradient, the positions of the inputs that get a gradient of it in PyTorch; None if that is not known."""
+
+
+def reached_again(graph: CompiledGraph, call: Call, cotangents: Cotangents, needed: Sequence[int]) -> Reached:
+    """What PyTorch's graph of the gradients says, which is run once for that, and leaves no trace.
+
+    A derivative that is zero everywhere is a gradient of zeros for some operators (`relu`), and none for others
+    (`dropout`); optimizers change a parameter with a gradient of zeros.
+    """
+    tensors = dict(zip(graph.names, call.tensors, strict=True))
+    written = [(t, t.clone(), version_of(t)) for name in graph.captured.graph.writes for t in [tensors[name]]]
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            inputs, arguments = separate(graph, call)
+            results = graph.owners(graph.eager(*arguments), inputs)
+            pairs = [(i, c) for i, c in zip(graph.compiled.cotangents, cotangents, strict=True) if i in results]
+            pairs = [(i, c) for i, c in pairs if c is not None]
+            wanted = [inputs[i] for i in needed]
+            found = torch.autograd.grad(
+                [results[i] for i, _ in pairs], wanted, [c for _, c in pairs], create_graph=True, allow_unused=True
+            )
+            by = [i for i in graph.wanted if inputs[i].requires_grad]
+            return [_reached(gradient, by, inputs) for gradient in found]
+    except RuntimeError:  # PyTorch has no second derivative of this graph
+        return None
+    finally:
+        with torch.no_grad():
+            for tensor, value, version in written:
+                tensor.copy_(value)
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def _reached(gradient: torch.Tensor | None, by: Sequence[int], inputs: Sequence[torch.Tensor]) -> frozenset[int]:
+    if gradient is None or not gradient.requires_grad:
+        return frozenset()
+    found = torch.autograd.grad(gradient.sum(), [inputs[i] for i in by], retain_graph=True, allow_unused=True)
+    return frozenset(i for i, each in zip(by, found, strict=True) if each is not None)
+
+
 class Gradients:
     """The gradients of a graph by the inputs at the positions `needed`, as a graph that is compiled with gradients.
 
@@ -113,10 +156,13 @@ class Gradients:
         graph: CompiledGraph,
         needed: Sequence[int],
         given: Sequence[int],
+        reached: Reached,
         compile_graph: Compile,
         halved: bool = False,
     ) -> None:
-        self.graph, captured = graph, graph.captured.graph
+        self.graph, captured, self.reached = graph, graph.captured.graph, reached
+        self.elsewhere: set[int] = set()
+        """Inputs that get their gradients by what the call has saved."""
         found = with_gradients(captured, [graph.names[i] for i in needed], sorted(graph.differentiable))
         if len(found.gradients) != len(needed):
             raise Unsupported("a gradient that is differentiated again, of results that do not depend on the input")
@@ -194,6 +240,19 @@ class Gradients:
             gradients[position] = derivative
         return gradients
 
+    def agree(
+        self, gradients: list[torch.Tensor | None], inputs: Sequence[torch.Tensor], cotangents: Cotangents
+    ) -> None:
+        """Make gradients by the graph's inputs None, or zeros, as in PyTorch."""
+        if self.reached is None:
+            return
+        reached = frozenset[int]().union(*(r for r, c in zip(self.reached, cotangents, strict=True) if c is not None))
+        for position in self.graph.wanted:
+            if position not in reached:
+                gradients[position] = None
+            elif gradients[position] is None and position not in self.elsewhere:
+                gradients[position] = torch.zeros_like(inputs[position])
+
 
 class _Gradients(torch.autograd.Function):
     """Gradients as a node of autograd."""
@@ -231,6 +290,7 @@ class _Gradients(torch.autograd.Function):
             for position, gradient, sources in zip(program.gradients, found, compiled.sources, strict=True):
                 if not sources <= absent:
                     gradients[position] = gradient
+            program.agree(gradients, inputs, cotangents)
         return None, None, *gradients
 
 
@@ -238,10 +298,15 @@ class ConnectedCalls:
     """Calls of a graph whose gradients by the inputs at the positions `needed` have gradients."""
 
     def __init__(
-        self, graph: CompiledGraph, needed: Sequence[int], given: Sequence[int], compile_graph: Compile
+        self,
+        graph: CompiledGraph,
+        needed: Sequence[int],
+        given: Sequence[int],
+        reached: Reached,
+        compile_graph: Compile,
     ) -> None:
         self.graph = graph
-        self.gradients = Gradients(graph, needed, given, compile_graph, halved=True)
+        self.gradients = Gradients(graph, needed, given, reached, compile_graph, halved=True)
         assert self.gradients.call is not None
         call, self.results = self.gradients.call, len(graph.captured.graph.outputs)
         floats = (k for k, name in enumerate(call.outputs) if call.tensors[name].dtype.is_float)
@@ -249,6 +314,18 @@ class ConnectedCalls:
         self.compiled = compile_graph(call, graph.compiled.gradients, self.outputs)
         self.kept = [graph.names.index(name) for name in self.compiled.kept]
         self.given = given
+        differentiated = {place - len(graph.names) + self.results for place in self.gradients.gradients}
+        self.sources: dict[int, frozenset[int]] = {}
+        """Per input, the results and what is saved through which gradients reach it."""
+        for name, sources in zip(self.compiled.gradients, self.compiled.sources, strict=True):
+            position, through = graph.names.index(name), {self.compiled.cotangents[k] for k in sources}
+            own = {i for i in through if i < self.results}
+            saved = through - own
+            if saved & differentiated:
+                self.gradients.elsewhere.add(position)
+            if reached is not None and not any(position in each for each in reached):
+                saved = set()
+            self.sources[position] = frozenset(own | saved)
 
     def __call__(self, arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The results."""
@@ -269,11 +346,11 @@ class ConnectedCalls:
             else:
                 given.append(torch.zeros_like(rest[i - self.results]))
         found = run_with_layout(compiled.backward, [*saved, *given]) if compiled.backward is not None else []
-        absent = {k for k, i in enumerate(compiled.cotangents) if cotangents[i] is None}
         gradients: list[torch.Tensor | None] = [None] * len(call.tensors)
-        for name, gradient, sources in zip(compiled.gradients, found, compiled.sources, strict=True):
-            if not sources <= absent:
-                gradients[graph.names.index(name)] = gradient
+        for name, gradient in zip(compiled.gradients, found, strict=True):
+            position = graph.names.index(name)
+            if any(cotangents[i] is not None for i in self.sources[position]):
+                gradients[position] = gradient
         return gradients
 
     def differentiable(

@@ -3,6 +3,7 @@ changes, with a derivative: values, gradients, running statistics and random str
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 
@@ -182,6 +183,26 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
 def test_outside_of_the_model(layers: str) -> None:
     expected, got = (outside(LAYERS[layers], way) for way in ("eager", "optimize"))
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("layers", ["dropout", "both", "layer norm", "relu", "pooling"])
+def test_zeros_or_no_gradient(layers: str) -> None:
+    """A parameter on which the slope does not depend has no gradient of it, or zeros, as in PyTorch."""
+    more = {"relu": lambda: [nn.ReLU(), nn.Linear(8, 8), nn.Hardtanh()], "pooling": lambda: [nn.MaxPool1d(3, 1, 1)]}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), *(LAYERS | more)[layers](), nn.Linear(8, 1)).double()
+    module, z = dt.optimize(copy.deepcopy(model), random="eager"), leaf(torch.randn(3, 4, dtype=torch.float64))
+    for _ in range(5):
+        found = []
+        for each in (model, module):
+            torch.manual_seed(1)
+            z.grad = None
+            each.zero_grad()
+            (slope,) = torch.autograd.grad(each(z).sum(), z, create_graph=True)
+            slope.square().sum().backward()
+            found.append([z.grad, *(p.grad for p in each.parameters())])
+        assert [g is None for g in found[1]] == [g is None for g in found[0]]
+        torch.testing.assert_close(*([g for g in each if g is not None] for each in found), rtol=1e-10, atol=1e-12)
 
 
 def various(module: nn.Module) -> list[Tensor]:

@@ -44,7 +44,7 @@ def gradients(
     Raises `Unsupported` for a node in between that `torch.func` differentiates otherwise, or that computes something
     else the second time.
     """
-    given = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
+    given = _arguments(node)
     if given.get("is_grads_batched"):
         raise Unsupported("gradients of a batch at once", where=str(origin(node)))
     outputs, inputs = _nodes(given["outputs"]), _nodes(given["inputs"])
@@ -95,7 +95,12 @@ def _refused(node: fx.Node) -> str:
 
 def creates_graph(node: fx.Node) -> bool:
     """Whether gradients flow through the result of `torch.autograd.grad`."""
-    return bool(node.kwargs.get("create_graph", node.args[4] if len(node.args) > 4 else False))
+    return bool(_arguments(node).get("create_graph"))
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call of `torch.autograd.grad` by their names."""
+    return dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
 
 
 def _nodes(given: Any) -> list[fx.Node]:
@@ -195,8 +200,6 @@ def random(target: Any) -> bool:
 
 
 _RANDOM = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial", "exponential_", "rrelu")
-
-
 _LIKE = "ones_like zeros_like empty_like rand_like randn_like randint_like new_ones new_zeros new_empty size dim"
 _TAKES_SIZE = frozenset(_LIKE.split())
 """Functions and methods whose results depend on an operand's size and type alone."""
@@ -211,7 +214,7 @@ def masked(graph: fx.Graph) -> set[fx.Node]:
     found = set[fx.Node]()
     for node in graph.nodes:
         if node.target is torch.autograd.grad:
-            given = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
+            given = _arguments(node)
             between = _between(node, _nodes(given["inputs"]), _nodes(given["outputs"]))
             found.update(n for n in between if n.target in _DROPOUTS)
     return found
