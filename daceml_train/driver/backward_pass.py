@@ -165,9 +165,12 @@ def refusal(graph: Compiled) -> str:
         what = graph.captured.once
     if not what:
         return ""
+    advice = "run this module without daceml_train"
+    if graph.only_in_pytorch:
+        advice = f"call it with a leaf, x.detach().requires_grad_(), or {advice}"
     return (
         f"a gradient of a gradient, or of a batch of cotangents, through {what} "
-        "is not available from a compiled graph: run this module without daceml_train"
+        f"is not available from a compiled graph: {advice}"
     )
 
 
