@@ -21,6 +21,7 @@ from daceml_train.ops.elementwise import Elementwise
 from daceml_train.ops.fallback import Aten, Body, Operand, zeros_like
 from daceml_train.ops.gradient import CustomVJP, Graft, Overwrite
 from daceml_train.ops.levels import Levels
+from daceml_train.ops.normalization import BatchNorm, GroupNorm, LayerNorm
 from daceml_train.ops.operator import Operator, Value, vjp_parameters
 from daceml_train.tensor import Dim, Tensor, same, same_shape, show_shape
 
@@ -70,6 +71,10 @@ def passes_gradient(op: Operator) -> bool:
     return not op.zero_gradient
 
 
+WITH_STATISTICS = (BatchNorm, GroupNorm, LayerNorm)
+"""Normalizations whose results after the first are statistics of their first operand."""
+
+
 def carrying(node: Node) -> Iterator[str]:
     """The inputs that get a gradient in PyTorch if the node's outputs do, even one of zeros, as from rounding."""
     match node.op:
@@ -95,6 +100,8 @@ def reaching(graph: Graph, outputs: Collection[str]) -> set[str]:
             if isinstance(node.op, Levels) and not node.op.reverse:
                 read = node.op.read_for([k for k, name in enumerate(node.outputs) if name in found])
                 names = (name for k, name in enumerate(node.inputs) if k in read)
+            elif isinstance(node.op, WITH_STATISTICS) and node.outputs[0] not in found:
+                names = iter(node.inputs[:1])  # the statistics do not depend on the weight and the bias
             found.update(name for name in names if graph.tensors[name].dtype.is_float)
     return found
 

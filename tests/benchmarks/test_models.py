@@ -180,11 +180,11 @@ def test_a_cotangent_of_the_first_batchs_size_is_found(tmp_path: Path, monkeypat
     row = Model("returning", Returning, ROW.batch)
     found = outcome(row, tmp_path)
     assert (found.kind, found.sizes, found.whole, found.dynamic) == ("right", "5, 4", "", "")
-    filled = backward_pass._filled
+    filled = backward_pass.filled
 
     def stale(graph: Any, number: int, cotangent: Tensor | None, inputs: Any) -> Tensor:
         result = filled(graph, number, cotangent, inputs)
         return result if cotangent is not None else result.new_zeros((5, *result.shape[1:]))
 
-    monkeypatch.setattr(backward_pass, "_filled", stale)
+    monkeypatch.setattr(backward_pass, "filled", stale)
     assert outcome(row, tmp_path).kind == "raised"

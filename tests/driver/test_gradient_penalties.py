@@ -205,6 +205,30 @@ def test_zeros_or_no_gradient(layers: str) -> None:
         torch.testing.assert_close(*([g for g in each if g is not None] for each in found), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("layers", ["dropout", "batch norm", "layer norm"])
+def test_no_gradient_within_the_model(layers: str) -> None:
+    """The bias of a normalization moves no slope, and the statistics that the derivative reads do not depend on it."""
+
+    class Slopes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(4, 8), *LAYERS[layers](), nn.Linear(8, 1)).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = leaf(x)
+            (slope,) = torch.autograd.grad(self.layers(z).sum(), z, create_graph=True)
+            return slope.square().sum()
+
+    eager, ours = Slopes(), Slopes()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    for module in (eager, dt.optimize(ours, random="eager")):
+        torch.manual_seed(1)
+        module(x).backward()
+    pairs = zip(ours.parameters(), eager.parameters(), strict=True)
+    assert all((p.grad is None) == (q.grad is None) for p, q in pairs)
+
+
 def various(module: nn.Module) -> list[Tensor]:
     """Derivatives of many kinds, after some that are differentiated again."""
     x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4).sin().requires_grad_()
