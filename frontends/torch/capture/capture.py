@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from daceml_train.analysis.reachability import required
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import types
-from daceml_train.frontends.torch.capture import graph_leaves, selections, size_symbols
+from daceml_train.frontends.torch.capture import graph_leaves, selections, size_symbols, zero_gradients
 from daceml_train.frontends.torch.capture.functional_trace import FunctionalGraph
 from daceml_train.frontends.torch.capture.nodes import name_of
 from daceml_train.frontends.torch.capture.operators import CustomFunction, custom_functions
@@ -229,6 +229,10 @@ def _translated(
     versions = {name: version(example) for name, example in given.items() if isinstance(example, Tensor)}
     # one that leaves all values is no write, and one through `.data` does not count
     changes = {name: count for name, count in versions.items() if count or name in graph.writes}
+    if grad_enabled:
+        names: dict[int | str, str] = dict(zip(attributes, (i.name for i in bound), strict=False))
+        names.update((i.position, i.name) for i in inputs if i.position is not None and i.kind == "tensor")
+        zero_gradients.connect(gm, operands, attributes, names, graph, outputs)
     fallbacks = tuple(t.fallbacks)
     known = (graph, (*inputs, *bound), outputs, spec, detached, fallbacks)
     captured = Captured(*known, draws=t.draws, changes=changes, once=once)
