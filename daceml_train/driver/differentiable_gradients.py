@@ -40,8 +40,8 @@ def with_gradient(cotangents: Cotangents) -> tuple[int, ...]:
     return tuple(k for k, c in enumerate(cotangents) if c is not None and c.requires_grad)
 
 
-Reached = Sequence[frozenset[int]] | None
-"""Per gradient, the positions of the inputs that get a gradient of it in PyTorch; None if that is not known."""
+Reached = Sequence[Sequence[frozenset[int]]] | None
+"""Per cotangent and gradient, the positions of the inputs that get a gradient of it in PyTorch; None if not known."""
 
 
 def reached_again(graph: CompiledGraph, call: Call, cotangents: Cotangents, needed: Sequence[int]) -> Reached:
@@ -56,14 +56,17 @@ def reached_again(graph: CompiledGraph, call: Call, cotangents: Cotangents, need
         with torch.random.fork_rng(), torch.enable_grad():
             inputs, arguments = separate(graph, call)
             results = graph.owners(graph.eager(*arguments), inputs)
-            pairs = [(i, c) for i, c in zip(graph.compiled.cotangents, cotangents, strict=True) if i in results]
-            pairs = [(i, c) for i, c in pairs if c is not None]
             wanted = [inputs[i] for i in needed]
-            found = torch.autograd.grad(
-                [results[i] for i, _ in pairs], wanted, [c for _, c in pairs], create_graph=True, allow_unused=True
-            )
             by = [i for i in graph.wanted if inputs[i].requires_grad]
-            return [_reached(gradient, by, inputs) for gradient in found]
+            reached = []
+            for k, i in enumerate(graph.compiled.cotangents):
+                given = filled(graph, k, cotangents[k], call.tensors)
+                options = {"create_graph": True, "allow_unused": True}
+                found = (
+                    torch.autograd.grad(results[i], wanted, given, **options) if i in results else [None] * len(wanted)
+                )
+                reached.append([_reached(gradient, by, inputs) for gradient in found])
+            return reached
     except RuntimeError:  # PyTorch has no second derivative of this graph
         return None
     finally:
@@ -143,7 +146,9 @@ class Gradients:
         if any(version_of(call.tensors[i]) != call.versions[i] for i in self.read):
             raise RuntimeError(CHANGED)
         given = [filled(self.graph, k, c, call.tensors) for k, c in enumerate(cotangents)]
-        results: Sequence[torch.Tensor] = _Gradients.apply(self, call.arguments, *call.tensors, *saved, *given)  # type: ignore[no-untyped-call]
+        present = [k for k, c in enumerate(cotangents) if c is not None]
+        tensors = [*call.tensors, *saved, *given]
+        results: Sequence[torch.Tensor] = _Gradients.apply(self, call.arguments, present, *tensors)  # type: ignore[no-untyped-call]
         return results
 
     def in_pytorch(self, call: Call, cotangents: Cotangents, outer: Cotangents) -> list[torch.Tensor | None]:
@@ -177,12 +182,17 @@ class Gradients:
         return gradients
 
     def agree(
-        self, gradients: list[torch.Tensor | None], inputs: Sequence[torch.Tensor], cotangents: Cotangents
+        self,
+        gradients: list[torch.Tensor | None],
+        inputs: Sequence[torch.Tensor],
+        present: Sequence[int],
+        cotangents: Cotangents,
     ) -> None:
-        """Make gradients by the graph's inputs None, or zeros, as in PyTorch."""
+        """Make gradients by the graph's inputs None, or zeros, as in PyTorch, for the call's cotangents `present`."""
         if self.reached is None:
             return
-        reached = frozenset[int]().union(*(r for r, c in zip(self.reached, cotangents, strict=True) if c is not None))
+        given = [g for g, c in enumerate(cotangents) if c is not None]
+        reached = frozenset[int]().union(*(self.reached[k][g] for k in present for g in given))
         for position in self.graph.wanted:
             if position not in reached:
                 gradients[position] = None
@@ -194,12 +204,15 @@ class _Gradients(torch.autograd.Function):
     """Gradients as a node of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, program: Gradients, arguments: Sequence[Any], *inputs: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, program: Gradients, arguments: Sequence[Any], present: Sequence[int], *inputs: torch.Tensor
+    ) -> Any:
         compiled, given = program.compiled, [inputs[i] for i in program.places]
         outputs = run_with_layout(compiled.forward, given)
         saved = outputs[compiled.results :]
         results = apart(outputs[: compiled.results], saved)
-        ctx.program, ctx.arguments, ctx.inputs = program, arguments, [without_history(t) for t in inputs]
+        ctx.program, ctx.arguments, ctx.present = program, arguments, present
+        ctx.inputs = [without_history(t) for t in inputs]
         ctx.versions, ctx.like = [version_of(t) for t in inputs], [(r.shape, r.dtype, r.device) for r in results]
         ctx.save_for_backward(*(given[i] for i in program.kept), *saved)
         ctx.set_materialize_grads(False)
@@ -226,5 +239,5 @@ class _Gradients(torch.autograd.Function):
             for position, gradient, sources in zip(program.gradients, found, compiled.sources, strict=True):
                 if not sources <= absent:
                     gradients[position] = gradient
-            program.agree(gradients, inputs, cotangents)
-        return None, None, *gradients
+            program.agree(gradients, inputs, ctx.present, cotangents)
+        return None, None, None, *gradients

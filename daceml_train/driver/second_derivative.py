@@ -127,7 +127,7 @@ class ConnectedCalls:
             saved = through - own
             if saved & differentiated:
                 self.gradients.elsewhere.add(position)
-            if reached is not None and not any(position in each for each in reached):
+            if reached is not None and not any(position in each for of_one in reached for each in of_one):
                 saved = set()
             self.sources[position] = frozenset(own | saved)
 

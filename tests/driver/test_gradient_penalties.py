@@ -248,6 +248,34 @@ def test_zeros_or_no_gradient_within_the_model(layers: str) -> None:
             torch.testing.assert_close([*other.parameters()], [*eager.parameters()], rtol=1e-8, atol=1e-10)
 
 
+def test_results_whose_gradients_are_differentiated_again_by_turns() -> None:
+    """Parameters of the head that is not used have no gradient."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.left, self.right = nn.Linear(4, 8), nn.Linear(8, 1), nn.Linear(8, 1)
+            self.double()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = F.dropout(F.relu(self.a(x)), 0.2)
+            return self.left(h), self.right(h.sin())
+
+    eager, ours = Heads(), Heads()
+    module = dt.optimize(ours, random="eager")
+    for number in range(8):
+        for each in (eager, module):
+            torch.manual_seed(number)
+            z = leaf(torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).cos())
+            each.zero_grad()
+            (slope,) = torch.autograd.grad(each(z)[number % 2].sum(), z, create_graph=True)
+            slope.square().sum().backward()
+        for p, q in zip(eager.parameters(), ours.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-12)
+
+
 def various(module: nn.Module) -> list[Tensor]:
     """Derivatives of many kinds, after some that are differentiated again."""
     x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4).sin().requires_grad_()
