@@ -63,6 +63,9 @@ class Call(NamedTuple):
 class Second(Protocol):
     """Computes gradients that have gradients; see `driver.second_derivative`."""
 
+    failed: str
+    """Why no program does; empty while that is open."""
+
     def __call__(
         self, call: Call, cotangents: Sequence[torch.Tensor | None], needed: Sequence[int]
     ) -> Sequence[torch.Tensor] | None:

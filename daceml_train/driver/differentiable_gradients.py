@@ -99,10 +99,12 @@ class Gradients:
         compile_graph: Compile,
         halved: bool = False,
     ) -> None:
-        self.graph, captured, self.reached = graph, graph.captured.graph, reached
+        self.graph, captured, self.given, self.reached = graph, graph.captured.graph, frozenset(given), reached
         self.elsewhere: set[int] = set()
         """Inputs that get their gradients by what the call has saved."""
         found = with_gradients(captured, [graph.names[i] for i in needed], sorted(graph.differentiable))
+        if graph.compiled.sparse:
+            raise Unsupported("sparse gradients that are differentiated again")
         if len(found.gradients) != len(needed):
             raise Unsupported("a gradient that is differentiated again, of results that do not depend on the input")
         self.needed = list(needed)

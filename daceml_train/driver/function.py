@@ -256,7 +256,7 @@ class CompiledGraph:
         if self._native is not None:
             library().compiled_calls_end()
         if self._second_order and self.note is not None:
-            self.note(DIFFERENTIATED_AGAIN)
+            self.note(f"{DIFFERENTIATED_AGAIN}{f': {self.second.failed}' if self.second is not None else ''}")
 
     def owners(self, results: Any, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Graph output -> its value in a call of `eager`, for outputs through which gradients flow."""

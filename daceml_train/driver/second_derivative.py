@@ -29,7 +29,6 @@ from daceml_train.driver.differentiable_gradients import (
     Compile,
     Cotangents,
     Gradients,
-    Reached,
     reached_again,
     with_gradient,
 )
@@ -72,8 +71,8 @@ class SecondDerivative:
     def connected(self, call: Call, cotangents: Cotangents, needed: Sequence[int]) -> ConnectedCalls | None:
         """Calls whose gradients like these have gradients; None where they cannot be compiled."""
         reached = reached_again(self.graph, call, cotangents, needed)
-        given = with_gradient(cotangents)
-        return self._once(lambda: ConnectedCalls(self.graph, needed, given, reached, self._compile))
+        of = self.graph, needed, with_gradient(cotangents), reached, self._compile
+        return self._once(lambda: ConnectedCalls(Gradients(*of, halved=True), self._compile))
 
     def _compile(self, graph: Graph, wrt: Sequence[str], outputs: Sequence[int]) -> Differentiable:
         compiled = compile_differentiable(graph, wrt, outputs, self._options, self._device)
@@ -99,26 +98,18 @@ class SecondDerivative:
 
 
 class ConnectedCalls:
-    """Calls of a graph whose gradients by the inputs at the positions `needed` have gradients."""
+    """Calls of the graph of `gradients`, which is divided: what a call saves for them is a result of the call."""
 
-    def __init__(
-        self,
-        graph: CompiledGraph,
-        needed: Sequence[int],
-        given: Sequence[int],
-        reached: Reached,
-        compile_graph: Compile,
-    ) -> None:
-        self.graph = graph
-        self.gradients = Gradients(graph, needed, given, reached, compile_graph, halved=True)
-        assert self.gradients.call is not None
-        call, self.results = self.gradients.call, len(graph.captured.graph.outputs)
+    def __init__(self, gradients: Gradients, compile_graph: Compile) -> None:
+        self.graph, self.gradients = gradients.graph, gradients
+        graph, reached = gradients.graph, gradients.reached
+        assert gradients.call is not None
+        call, self.results = gradients.call, len(graph.captured.graph.outputs)
         floats = (k for k, name in enumerate(call.outputs) if call.tensors[name].dtype.is_float)
         self.outputs = [*sorted(graph.differentiable), *(k for k in floats if k >= self.results)]
         self.compiled = compile_graph(call, graph.compiled.gradients, self.outputs)
         self.kept = [graph.names.index(name) for name in self.compiled.kept]
-        self.given = given
-        differentiated = {place - len(graph.names) + self.results for place in self.gradients.gradients}
+        differentiated = {place - len(graph.names) + self.results for place in gradients.gradients}
         self.sources: dict[int, frozenset[int]] = {}
         """Per input, the results and what is saved through which gradients reach it."""
         for name, sources in zip(self.compiled.gradients, self.compiled.sources, strict=True):
@@ -126,7 +117,7 @@ class ConnectedCalls:
             own = {i for i in through if i < self.results}
             saved = through - own
             if saved & differentiated:
-                self.gradients.elsewhere.add(position)
+                gradients.elsewhere.add(position)
             if reached is not None and not any(position in each for of_one in reached for each in of_one):
                 saved = set()
             self.sources[position] = frozenset(own | saved)
@@ -167,7 +158,7 @@ class ConnectedCalls:
         absent = {k for k, c in enumerate(own) if c is None}
         sources = self.graph.compiled.sources
         reached = [i for i in needed if not sources[self.graph.wanted[i]] <= absent]
-        if not usual or reached != self.gradients.needed or not {*with_gradient(own)} <= {*self.given}:
+        if not usual or reached != self.gradients.needed or not self.gradients.given.issuperset(with_gradient(own)):
             return eager_gradients(self.graph, call, own, create_graph=torch.is_grad_enabled())
         gradients: list[torch.Tensor | None] = [None] * len(call.tensors)
         for position, gradient in zip(reached, self.gradients(call, own, rest), strict=True):
@@ -208,7 +199,7 @@ class _Connected(torch.autograd.Function):
         if not torch.is_grad_enabled() and not batch:
             gradients = calls.backward(call, saved[: len(saved) - count], rest, cotangents)
         elif any(c is not None for c in cotangents[calls.results :]):
-            raise RuntimeError("a third derivative by programs")  # PyTorch's has no part of what is saved
+            raise RuntimeError("a derivative by what a compiled graph has saved is differentiated again")
         else:
             needed = [i for i in graph.wanted if library().backward_needs(i)]
             gradients = calls.differentiable(call, rest, cotangents, needed)

@@ -276,6 +276,31 @@ def test_results_whose_gradients_are_differentiated_again_by_turns() -> None:
             assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-12)
 
 
+def test_sparse_gradients_beside_slopes_that_are_differentiated_again() -> None:
+    class Conditional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.labels, self.a, self.b = nn.Embedding(5, 4, sparse=True), nn.Linear(8, 8), nn.Linear(8, 1)
+            self.double()
+
+        def forward(self, x: Tensor, label: Tensor) -> Tensor:
+            return self.b(torch.tanh(self.a(torch.cat([x, self.labels(label)], 1))))
+
+    eager, ours = Conditional(), Conditional()
+    module = dt.optimize(ours)
+    for number in range(5):
+        z, label = leaf(torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).cos()), torch.tensor([0, 2, number])
+        for each in (eager, module):
+            each.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch runs the graph from the third call on
+                penalized(z, each(z, label)).backward()
+        for p, q in zip(eager.parameters(), ours.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None and p.grad.layout == q.grad.layout
+            torch.testing.assert_close(q.grad.to_dense(), p.grad.to_dense(), rtol=1e-10, atol=1e-12)
+
+
 def various(module: nn.Module) -> list[Tensor]:
     """Derivatives of many kinds, after some that are differentiated again."""
     x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4).sin().requires_grad_()

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from daceml_train.errors import Unsupported
-from daceml_train.frontends.torch.capture.nodes import changed_in_place, example_of, name_of, storage_of
+from daceml_train.frontends.torch.capture.nodes import changed_in_place, name_of, storage_of
 from daceml_train.frontends.torch.dynamo.origin import origin
+from daceml_train.frontends.torch.results import example_of
 
 _NAMES = (
     "outputs",

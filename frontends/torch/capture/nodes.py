@@ -18,11 +18,6 @@ def name_of(target: Any) -> str:
     return str(getattr(target, "__name__", "") or getattr(target, "_name", "") or target)
 
 
-def example_of(node: fx.Node) -> Any:
-    """The example of a node's value, with its type, sizes and memory; None if there is none."""
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
 def changed_in_place(node: fx.Node) -> fx.Node | None:
     """The node of the tensor that `node` changes in place, by PyTorch's naming; None if it changes none."""
     name = name_of(node.target)

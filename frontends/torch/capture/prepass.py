@@ -21,11 +21,12 @@ from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves, i
 from daceml_train.frontends.torch.capture.checkpointed import refuse_absent_gradients, refuse_repeated_changes
 from daceml_train.frontends.torch.capture.composed import REPLACED, REPLACED_IN_FUNCTORCH, REPLACED_METHODS
 from daceml_train.frontends.torch.capture.control import CONTROL, control_of
-from daceml_train.frontends.torch.capture.nodes import changed_in_place, example_of, name_of, storage_of
+from daceml_train.frontends.torch.capture.nodes import changed_in_place, name_of, storage_of
 from daceml_train.frontends.torch.capture.operators import CustomFunction, custom_functions, result_counts
 from daceml_train.frontends.torch.capture.refusals import refusal
 from daceml_train.frontends.torch.dynamo.origin import origin
 from daceml_train.frontends.torch.overlap import refuse_lost_writes
+from daceml_train.frontends.torch.results import example_of
 
 MARK = "daceml_train"
 """Key of the pre-pass in `meta["custom"]` of traced nodes: `detach` (by the user) or `functorch` (in `torch.func`)."""

@@ -15,10 +15,12 @@ from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
+from daceml_train import logs
 from daceml_train.autodiff.reverse import reaching
+from daceml_train.errors import why
 from daceml_train.frontends.torch.capture.inner_gradients import creates_graph
-from daceml_train.frontends.torch.capture.nodes import example_of, name_of
-from daceml_train.frontends.torch.results import OutputSource
+from daceml_train.frontends.torch.capture.nodes import name_of
+from daceml_train.frontends.torch.results import OutputSource, example_of
 from daceml_train.graph.graph import Graph
 from daceml_train.ops.gradient import Overwrite
 
@@ -39,7 +41,8 @@ def connect(
         return
     try:
         reached = _reached(gm, operands, attributes)
-    except Exception:  # PyTorch cannot run this graph without data; the operator graph says what is connected
+    except Exception as error:  # PyTorch cannot run this graph without data; the operator graph says what is connected
+        logs.event(logs.BREAKS, f"whether second derivatives are zeros or None is not known: {why(error)}")
         return
     for number, source in enumerate(outputs):
         if source.kind != "graph" or number not in reached:
