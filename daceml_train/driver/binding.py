@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,26 @@ def sizes_of(captured: Captured, tensors: Mapping[str, torch.Tensor]) -> dict[st
             if isinstance(size, sympy.Symbol):
                 sizes[str(size)] = value
     return sizes
+
+
+def drawn_with(captured: Captured, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+    """What random numbers are drawn with: sizes, and numbers that these tensors hold whenever they are looked up."""
+    sizes = sizes_of(captured, tensors) if captured.draws else {}
+    numbers = {symbol: tensors[name] for draw in captured.draws.values() for symbol, name in draw.given}
+    return ChainMap(_Numbers(numbers), sizes) if numbers else sizes
+
+
+def random_inputs(captured: Captured, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The random numbers of a call on these tensors, in eager execution's order."""
+    values = drawn_with(captured, tensors)
+    return {name: draw(values) for name, draw in captured.draws.items()}
+
+
+class _Numbers(dict[str, Any]):
+    """Names -> numbers, which stand in tensors."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name).item()
 
 
 def memory_span(tensor: torch.Tensor) -> tuple[int, int]:

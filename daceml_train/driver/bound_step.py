@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from daceml_train.driver.binding import changed_often, check_apart, raise_versions, sizes_of
+from daceml_train.driver.binding import changed_often, check_apart, drawn_with, raise_versions
 from daceml_train.driver.bound_optimizer import (
     OptimizerGuard,
     UserOptimizerGuard,
@@ -238,7 +238,7 @@ class BoundStep:
             self._put(position, tensor)
         self._mirror_host_scalars()
         self.draws = {name: self.draws[name] for name in captured.draws if name in self.draws}  # in eager's order
-        self.sizes = sizes_of(captured, by_name) if self.draws else {}
+        self.sizes = drawn_with(captured, by_name)
         check_apart(self.mutable, fixed)
         self.shared = SharedStorage(self.addresses, [a.position for a in self.arguments], self.mutable)
         self.updated = frozenset(t.untyped_storage()._cdata for t in self.mutable)

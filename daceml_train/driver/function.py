@@ -16,6 +16,7 @@ from daceml_train.driver.binding import (
     differentiable_outputs,
     input_tensors,
     laid_out,
+    random_inputs,
     results_of,
     shares_memory,
     sizes_of,
@@ -339,8 +340,7 @@ class CompiledGraph:
         if not drawn and not self._binds(by_name):
             return self.eager(*arguments)
         if self.captured.random:
-            sizes = sizes_of(self.captured, by_name) if self.captured.draws else {}
-            drawn = drawn or {name: draw(sizes) for name, draw in self.captured.draws.items()}
+            drawn = drawn or random_inputs(self.captured, by_name)
             drawn = {**drawn, SEED: draw_seed()} if SEED in self.captured.graph.inputs else drawn
             tensors = [drawn[n] if n in drawn else by_name[n] for n in self.names]
         if not self.differentiable or not torch.is_grad_enabled():

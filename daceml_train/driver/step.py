@@ -333,7 +333,7 @@ class TrainingStep(UserUpdates):
             return known
         with self._capturing(), data_sizes.admitted(self.selects), packed.admitted(self.selects, randomness):
             try:
-                floats.traced(lambda: self._traced(self, inputs, *targets), randomness == "seeded")
+                floats.traced(lambda: self._traced(self, inputs, *targets))
             except CaptureDone as done:
                 return done
         raise Unsupported("the step captured no tensor operation")

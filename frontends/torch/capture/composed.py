@@ -18,6 +18,15 @@ _ops = torch.ops.daceml_train
 _SDPA = F.scaled_dot_product_attention
 
 
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+def given_dropout(input: torch.Tensor, p: float) -> torch.Tensor:
+    """Dropout in training with a probability between 0 and 1: an operator of ours in traces, PyTorch's elsewhere."""
+    if not isinstance(p, torch.SymFloat):
+        return F.dropout(input, p, True)
+    result: torch.Tensor = _ops.dropout(input, p)
+    return result
+
+
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,

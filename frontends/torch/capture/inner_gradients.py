@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from daceml_train.errors import Unsupported
+from daceml_train.frontends.torch.capture.composed import given_dropout
 from daceml_train.frontends.torch.capture.nodes import changed_in_place, name_of, storage_of
 from daceml_train.frontends.torch.dynamo.origin import origin
 from daceml_train.frontends.torch.results import example_of
@@ -204,7 +205,7 @@ _RANDOM = ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial",
 _LIKE = "ones_like zeros_like empty_like rand_like randn_like randint_like new_ones new_zeros new_empty size dim"
 _TAKES_SIZE = frozenset(_LIKE.split())
 """Functions and methods whose results depend on an operand's size and type alone."""
-_DROPOUTS: frozenset[Any] = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d})
+_DROPOUTS: frozenset[Any] = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, given_dropout})
 """Functions that multiply by a mask that they draw."""
 _WITH_STATISTICS: frozenset[Any] = frozenset({F.batch_norm, F.instance_norm})
 """Functions that update running statistics where they do not use them."""
@@ -228,12 +229,13 @@ def dropped(
 
     There is no mask where nothing is dropped.
     """
-    given = inspect.signature(target).bind(*args, **kwargs)
-    given.apply_defaults()
-    x, p, training, inplace = (given.arguments[name] for name in ("input", "p", "training", "inplace"))
-    if inplace:
+    bound = inspect.signature(target).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    x, p = given["input"], given["p"]
+    if given.get("inplace"):
         raise Unsupported("a gradient inside a graph through a dropout in place")
-    if not training or p == 0:
+    if not given.get("training", True) or p == 0:
         return x, None
     if mask is None:
         mask = target(torch.ones_like(x), p).detach()

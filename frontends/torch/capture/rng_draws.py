@@ -6,7 +6,7 @@ A program that takes them as inputs cannot leave one out, repeat one, or draw in
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,6 +47,26 @@ class Like:
     device: torch.device = torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class Given:
+    """A number that is computed from inputs of the graph: an expression, and its symbols with the inputs' names."""
+
+    expression: sympy.Expr
+    inputs: tuple[tuple[str, str], ...]
+
+    def __call__(self, values: Mapping[str, float]) -> float:
+        """The number for these values of the symbols."""
+        return self._function(*(values[symbol] for symbol, _ in self.inputs))
+
+    @functools.cached_property
+    def _function(self) -> Callable[..., float]:
+        found: Callable[..., float] = sympy.lambdify([s for s, _ in self.inputs], self.expression, modules="math")
+        return found
+
+    def __reduce__(self) -> Any:
+        return Given, (self.expression, self.inputs)
+
+
 @dataclass(frozen=True, eq=False)
 class Draw:
     """One call of a random operator."""
@@ -55,8 +75,8 @@ class Draw:
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
 
-    def __call__(self, sizes: Mapping[str, int]) -> Tensor:
-        """Draw, with these values of the size symbols."""
+    def __call__(self, sizes: Mapping[str, Any]) -> Tensor:
+        """Draw, with these values of the size symbols, and of the symbols in `given`."""
         if self._settled is None:
             arguments, keywords = self._concrete(sizes, Like)
         else:
@@ -70,8 +90,14 @@ class Draw:
 
     @property
     def settled(self) -> bool:
-        """Whether all calls draw as many numbers."""
+        """Whether all calls draw as many numbers, with the same arguments."""
         return self._settled is not None
+
+    @property
+    def given(self) -> tuple[tuple[str, str], ...]:
+        """The symbols of numbers among the arguments, and the names of the inputs that hold them."""
+        leaves = pytree.tree_leaves((self.arguments, self.keywords))
+        return tuple(pair for leaf in leaves if isinstance(leaf, Given) for pair in leaf.inputs)
 
     @functools.cached_property
     def _settled(self) -> tuple[list[Any], dict[str, Any], list[tuple[int, tuple[Any, ...]]]] | None:
@@ -79,7 +105,7 @@ class Draw:
         likes = [(place, like) for place, like in enumerate(self.arguments) if isinstance(like, Like)]
         inner = [a for a in self.arguments if not isinstance(a, Like)], self.keywords
         parts = [*pytree.tree_leaves(inner), *(n for _, like in likes for n in (*like.shape, *like.strides))]
-        if any(isinstance(n, Like) or (isinstance(n, sympy.Expr) and n.free_symbols) for n in parts):
+        if any(isinstance(n, Like | Given) or (isinstance(n, sympy.Expr) and n.free_symbols) for n in parts):
             return None
         arguments, keywords = self._concrete({}, ())
         forms = [
@@ -88,13 +114,15 @@ class Draw:
         ]
         return list(arguments), keywords, forms
 
-    def _concrete(self, sizes: Mapping[str, int], tensors: Any) -> tuple[Any, dict[str, Any]]:
+    def _concrete(self, sizes: Mapping[str, Any], tensors: Any) -> tuple[Any, dict[str, Any]]:
         """The arguments with these values of the size symbols, and a new tensor for each placeholder of this class."""
 
         def concrete(argument: Any) -> Any:
             if isinstance(argument, tensors):
                 shape, strides = ([concrete(n) for n in part] for part in (argument.shape, argument.strides))
                 return torch.empty_strided(shape, strides, dtype=argument.dtype, device=argument.device)
+            if isinstance(argument, Given):
+                return argument(sizes)
             return evaluate(argument, sizes) if isinstance(argument, sympy.Expr) else argument
 
         arguments, keywords = pytree.tree_map(
@@ -108,8 +136,11 @@ def is_random(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
-def draw_of(node: fx.Node) -> Draw:
-    """The draw of a node of the trace. Raises `Unsupported` if it depends on the values of tensors."""
+def draw_of(node: fx.Node, outside: Callable[[torch.SymFloat], Given]) -> Draw:
+    """The draw of a node of the trace, which takes numbers from `outside` the graph.
+
+    Raises `Unsupported` if it depends on the values of tensors.
+    """
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     name = target._opname
@@ -118,19 +149,22 @@ def draw_of(node: fx.Node) -> Draw:
             f"{target}, whose random numbers depend on data, drawn as eager execution draws them",
             advice='leave out random="eager"',
         )
-    arguments, keywords = pytree.tree_map_only(fx.Node, _described, (tuple(node.args), dict(node.kwargs)))
+    described = functools.partial(_described, outside=outside)
+    arguments, keywords = pytree.tree_map_only(fx.Node, described, (tuple(node.args), dict(node.kwargs)))
     if target is torch.ops.aten.bernoulli.p:  # what is left of `bernoulli_`, which draws in the order of memory
         return Draw(torch.ops.aten.bernoulli_.float, arguments, keywords)
     return Draw(target, arguments, keywords)
 
 
-def mask_of(x: fx.Node, keep: float) -> Draw:
+def mask_of(x: fx.Node, keep: float | Given) -> Draw:
     """What dropout draws for `x`: ones with the probability `keep`, else zeros."""
     return Draw(torch.ops.aten.bernoulli_.float, (_described(x), keep), {})
 
 
-def _described(node: fx.Node) -> Any:
+def _described(node: fx.Node, outside: Callable[[torch.SymFloat], Given] | None = None) -> Any:
     example = node.meta["val"]
+    if isinstance(example, torch.SymFloat) and outside is not None:
+        return outside(example)
     if isinstance(example, Tensor):
         return Like(types.sizes(example.shape), types.sizes(example.stride()), example.dtype, example.device)
     return types.size(example) if isinstance(example, torch.SymInt) else example

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from daceml_train.frontends.torch.capture.composed import composed_attention, layer_by_layer
+from daceml_train.frontends.torch.capture.composed import composed_attention, given_dropout, layer_by_layer
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -19,8 +19,37 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     if not training or p == 0.0:
         return input
     if p == 1.0:
-        return F.dropout(input, 1.0, True, False)
-    result: Tensor = torch.ops.daceml_train.dropout(input, p)
+        return F.dropout(input, 1.0, True, inplace)
+    result = given_dropout(input, p)
+    return input.copy_(result) if inplace else result
+
+
+def dropout_of_channels(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """`F.dropout1d` and its kin for batches, with a probability that is an input: whole channels are dropped."""
+    if not training:
+        return dropout(input, p, training)
+    kept = dropout(input.new_ones([*input.shape[:2], *[1] * (input.dim() - 2)]), p)
+    return input.mul_(kept) if inplace else input * kept
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.batch_norm` with a momentum that is an input: the statistics of the batch are taken, and added here."""
+    if not training or running_mean is None or running_var is None:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, 0.1, eps)
+    mean, variance = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+    result = F.batch_norm(input, mean, variance, weight, bias, True, 1.0, eps)
+    with torch.no_grad():
+        running_mean.copy_(momentum * mean + (1 - momentum) * running_mean)
+        running_var.copy_(momentum * variance + (1 - momentum) * running_var)
     return result
 
 
@@ -83,9 +112,24 @@ def attention(
     return composed_attention(query, key, value, attn_mask, dropout_p, is_causal, factor)
 
 
-def _plain_dropout(input: Any, p: Any = None, training: Any = None, inplace: Any = None) -> Any:
-    """The probability of a call of dropout that can be replaced; else None."""
-    return p if inplace is None or (inplace.is_python_constant() and not inplace.as_python_constant()) else None
+def _of_dropout(input: Any, p: Any = None, training: Any = None, inplace: Any = None) -> Any:
+    """The probability of a call of dropout."""
+    return p
+
+
+def _of_batch_norm(*operands: Any, **named: Any) -> Any:
+    """The momentum of a call of batch normalization."""
+    return operands[6] if len(operands) > 6 else named.get("momentum")
+
+
+def _of_channels(rank: int) -> Callable[..., Any]:
+    """The probability of a call that drops channels of a batch whose tensor has `rank` dimensions; else None."""
+
+    def probability(input: Any, p: Any = None, training: Any = None, inplace: Any = None) -> Any:
+        example = input.as_proxy().node.meta.get("example_value")
+        return p if isinstance(example, Tensor) and example.dim() == rank else None
+
+    return probability
 
 
 def _smoothing_of_indices(
@@ -121,7 +165,11 @@ def _between_layers(x: Any, hidden: Any, weights: Any, *options: Any, **named: A
 
 
 FUNCTIONS: dict[Any, tuple[Callable[..., Any], Any]] = {
-    F.dropout: (_plain_dropout, dropout),
+    F.dropout: (_of_dropout, dropout),
+    F.dropout1d: (_of_channels(3), dropout_of_channels),
+    F.dropout2d: (_of_channels(4), dropout_of_channels),
+    F.dropout3d: (_of_channels(5), dropout_of_channels),
+    F.batch_norm: (_of_batch_norm, batch_norm),
     F.cross_entropy: (_smoothing_of_indices, cross_entropy),
     F.scaled_dot_product_attention: (_of_attention, attention),
     F.multi_head_attention_forward: (_of_heads, F.multi_head_attention_forward),

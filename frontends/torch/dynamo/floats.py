@@ -27,19 +27,18 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from daceml_train import logs
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch.dynamo.float_functions import FUNCTIONS
+from daceml_train.frontends.torch.traces import Traces
 
 Result = TypeVar("Result")
 _traces = threading.local()
 
 
-def traced(call: Callable[[], Result], wanted: bool) -> Result:
-    """The result of a call that may be traced, with such inputs if they are `wanted`.
+def traced(call: Callable[[], Result]) -> Result:
+    """The result of a call that may be traced, with such inputs.
 
     What cannot be traced with them, as a size that is computed from one, is traced with constants, and the log of
     recompilations says so: each of their values has a program. Errors of programs that ran are not caught.
     """
-    if not wanted:
-        return call()
     _install()
     for _ in range(2):
         _traces.used, _traces.all, _traces.of_model = False, False, None
@@ -202,7 +201,9 @@ def _install() -> None:
         return found
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        found = FUNCTIONS.get(self.value) if getattr(_traces, "mode", "") == "inputs" else None
+        mode = getattr(_traces, "mode", "")
+        ours = mode == "inputs" or (mode != "constants" and traces.depth)
+        found = FUNCTIONS.get(self.value) if ours else None
         if found is not None:
             try:
                 number = found[0](*args, **kwargs)
@@ -213,3 +214,7 @@ def _install() -> None:
         return call(self, tx, args, kwargs)
 
     builder.wrap_symfloat, functions.call_function, builder.wrap_symint = wrap_symfloat, call_function, wrap_symint
+
+
+traces = Traces(_install)
+"""Traces in which functions read numbers that have become inputs."""

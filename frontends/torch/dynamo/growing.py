@@ -26,6 +26,7 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import DequeVariable, ListVariable
 
+from daceml_train.frontends.torch.dynamo.changing_containers import look_into
 from daceml_train.frontends.torch.traces import Traces
 
 _CONTAINERS = (list, collections.deque, dict, set)
@@ -88,7 +89,7 @@ def _growing(builder: Any, value: Any) -> Any:
         for item in appended:
             found.call_method(tx, "append", [item], {})
 
-    appended, found.read = found.appended, read
+    appended, found.read, found.look = found.appended, read, functools.partial(look_into, builder, value)
     return tx.output.side_effects.track_mutable(value, found)
 
 
@@ -99,10 +100,11 @@ def _translator(tx: Any) -> dict[str, Any]:
 
 def _read(found: Any) -> None:
     """Make a list the one that TorchDynamo knows."""
-    read = found.__dict__.pop("read", None)
+    read = found.__dict__.get("read")
     if read is None:  # by an argument of the call whose method was looked up before
         return
-    del found.appended
+    found.look()
+    del found.appended, found.read, found.look
     found.__class__ = found.known
     read()
 

@@ -36,7 +36,12 @@ def _dropout_given(t: Translator, x: Value, p: Any) -> Value:
     if not isinstance(p, Value):
         argument = t.node.args[1]
         held = argument.meta["val"] if isinstance(argument, fx.Node) else argument
-        return t.emit("dropout", x, t.seed(), p=_burned_in(held), stream=t.stream())
+        constant = _burned_in(held)
+        if t.randomness == "eager":
+            return _dropout_as_eager(t, x, constant)[0]
+        return t.emit("dropout", x, t.seed(), p=constant, stream=t.stream())
+    if t.randomness == "eager":
+        return _given_as_eager(t, x, p)
     return t.emit("dropout_given", x, t.seed(), p.cast(DType.float64), stream=t.stream())
 
 
@@ -53,3 +58,14 @@ def _dropout_as_eager(t: Translator, x: Value, p: float) -> tuple[Value, Value]:
     assert isinstance(operand, fx.Node)
     kept = t.drawn(mask_of(operand, 1 - p), Tensor(x.shape, x.dtype))
     return x * (kept / (1 - p)), kept.compare("ne", 0.0)
+
+
+def _given_as_eager(t: Translator, x: Value, p: Value) -> Value:
+    """The same with a probability that is an input, which the draw reads before the program runs."""
+    if 0 in x.shape:
+        return x * 0.0
+    operand, held = t.node.args
+    assert isinstance(operand, fx.Node) and isinstance(held, fx.Node)
+    kept = t.drawn(mask_of(operand, t.outside(1 - held.meta["val"])), Tensor(x.shape, x.dtype))
+    wide = x.dtype if x.dtype in (DType.float32, DType.float64) else DType.float32  # as a constant: unrounded
+    return x * (kept.cast(wide) / (1.0 - p.cast(DType.float64)).cast(wide)).cast(x.dtype)

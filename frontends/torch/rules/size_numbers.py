@@ -17,6 +17,24 @@ from daceml_train.ops.fallback import full
 from daceml_train.ops.operator import Value, make
 from daceml_train.tensor import Dim, DType, same
 
+BINARY = {
+    "Add": "add",
+    "Mul": "mul",
+    "FloatTrueDiv": "div",
+    "IntTrueDiv": "div",
+    "Pow": "pow",
+    "FloatPow": "pow",
+    "ToFloat": "add",
+    "Max": "maximum",
+    "Min": "minimum",
+    "PythonMod": "remainder",
+}
+"""Functions of symbolic numbers -> elementwise operators of two operands, of one: the identity."""
+
+_MATH = "sqrt cos cosh sin sinh tan tanh asin acos atan exp log asinh log2"
+UNARY = {"Abs": "abs", **{f"OpaqueUnaryFn_{name}": name for name in _MATH.split()}}
+"""Functions of `math`, which PyTorch does not simplify -> elementwise operators of one operand."""
+
 
 class Unproven(Unsupported):
     """What is not proven for all values of sizes, such as an equality or a sign; with numbers for sizes it is known."""

@@ -15,9 +15,9 @@ from torch import fx
 
 from daceml_train.errors import DacemlError, Invalid, Unsupported
 from daceml_train.frontends.torch import types
-from daceml_train.frontends.torch.capture.rng_draws import Draw, Randomness, draw_of, is_random
+from daceml_train.frontends.torch.capture.rng_draws import Draw, Given, Randomness, draw_of, is_random
 from daceml_train.frontends.torch.dynamo.origin import origin
-from daceml_train.frontends.torch.rules.size_numbers import Unproven, is_ratio, real
+from daceml_train.frontends.torch.rules.size_numbers import BINARY, UNARY, Unproven, is_ratio, real
 from daceml_train.graph.graph import Graph, Role
 from daceml_train.graph.node import SEED
 from daceml_train.ops.fallback import full as constant
@@ -57,25 +57,6 @@ IGNORED = frozenset(_CHECKS.split())
 """Checks: they compute nothing. (A singular matrix yields infinities instead of an error.)"""
 
 
-_NUMBERS = {
-    "Add": "add",
-    "Mul": "mul",
-    "FloatTrueDiv": "div",
-    "IntTrueDiv": "div",
-    "Pow": "pow",
-    "FloatPow": "pow",
-    "ToFloat": "add",
-    "Max": "maximum",
-    "Min": "minimum",
-    "PythonMod": "remainder",
-}
-"""Functions of symbolic numbers -> elementwise operators of two operands, of one: the identity."""
-
-_MATH = "sqrt cos cosh sin sinh tan tanh asin acos atan exp log asinh log2"
-_UNARY_NUMBERS = {"Abs": "abs", **{f"OpaqueUnaryFn_{name}": name for name in _MATH.split()}}
-"""Functions of `math`, which PyTorch does not simplify -> elementwise operators of one operand."""
-
-
 class Translator:
     """Builds `graph` from ATen graphs. One translator per graph: it hands out seeds and numbers random streams."""
 
@@ -96,6 +77,8 @@ class Translator:
         self.required: list[Value] = []
         """The values of checks without a result, on which results have to depend."""
         self._numbers: dict[str, Value] = {}
+        self._read_from: dict[str, str] = {}
+        """Symbol of a number -> the input of the graph that holds it."""
         self._active: set[str] = set()
         self._looked_at = 0
         self._streams = 0
@@ -176,6 +159,14 @@ class Translator:
         name = self.graph.fresh(f"draw{len(self.draws)}")
         self.draws[name] = draw
         return self.graph.input(name, example, Role.state, name)
+
+    def outside(self, number: torch.SymFloat) -> Given:
+        """A number that is known before the graph runs. Raises `Unsupported` if the graph computes it."""
+        expression = number.node.shape_env.replace(number.node.expr)
+        symbols = sorted(map(str, expression.free_symbols))
+        if not self._read_from.keys() >= set(symbols):
+            raise Unsupported("random numbers that depend on a number which the graph computes")
+        return Given(expression, tuple((symbol, self._read_from[symbol]) for symbol in symbols))
 
     def uniform(self, shape: Shape, dtype: DType = DType.float32) -> Value:
         """Fresh random numbers in [0, 1): as many digits as `dtype` has, of which rounding would make 1."""
@@ -309,6 +300,8 @@ class Translator:
         if expression.is_Symbol and isinstance(node.args[0], fx.Node):
             operand = resolve(node.args[0])
             if isinstance(operand, Value):
+                if operand.name in self.graph.inputs:
+                    self._read_from[expression.name] = operand.name
                 number = operand.view(())  # Python's from here on: no gradient flows through it
                 self._numbers[expression.name] = self.emit("detach", number) if number.dtype.is_float else number
         try:
@@ -356,17 +349,17 @@ class Translator:
         if expression.is_Symbol:
             return self._numbers[expression.name]
         function = type(expression).__name__
-        kind = _UNARY_NUMBERS.get(function) or _NUMBERS.get(function)
+        kind = UNARY.get(function) or BINARY.get(function)
         if kind is None:
             raise Unsupported(f"the number {expression}")
         values = [self.value(self._evaluate(a), DType.float64) for a in expression.args]
-        if function in _UNARY_NUMBERS:
+        if function in UNARY:
             return self.emit(kind, *values)
         return functools.reduce(lambda a, b: self.emit(kind, a, b), values)
 
     def _emit(self, name: str, node: fx.Node, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        if self.randomness == "eager" and is_random(node.target) and name != "aten.native_dropout.default":
-            numbers = self.drawn(draw_of(node), types.tensor(node.meta["val"]))
+        if self.randomness == "eager" and is_random(node.target) and name not in _DROPOUTS:
+            numbers = self.drawn(draw_of(node, self.outside), types.tensor(node.meta["val"]))
             self._check(name, node, numbers)
             return numbers
         known = RULES.get(name) if name in _OF_ANY_NUMBERS or not _is_complex(node) else None
@@ -394,6 +387,8 @@ class Translator:
                 raise Invalid(f"the rule of {name} returned {value.tensor}, where PyTorch returns {wanted}")
 
 
+_DROPOUTS = frozenset(["aten.native_dropout.default", "daceml_train.dropout.default"])
+"""What multiplies by what it draws: not the numbers themselves."""
 _OF_ANY_NUMBERS = frozenset(
     f"{name}.default" for name in ("aten.detach", "aten.detach_", "daceml_train.graft", "daceml_train.overwrite")
 )

@@ -1,0 +1,125 @@
+"""Numbers that a schedule changes between steps, with eager execution's random numbers: one program reads them all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import daceml_train as dt
+from daceml_train.driver.module import state_of
+from daceml_train.driver.step import TrainingStep
+
+pytestmark = pytest.mark.compiled
+STEPS = 7
+
+
+class Scheduled(nn.Module):
+    """A network whose inner function reads a number of the module's own."""
+
+    def __init__(self, function: Callable[[Tensor, float], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function, self.number = nn.Linear(8, 8), nn.Linear(8, 4), function, 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x), self.number))
+
+
+class Channels(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Conv2d(1, 4, 3, padding=1), layer, nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layer(self.first(x.view(-1, 1, 2, 4))).flatten(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.GRU(4, 8, 2, dropout=0.5, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layer(x.view(-1, 2, 4))[0][:, -1])
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layer(x[None], x[None], x[None], need_weights=False)[0][0])
+
+
+def _in_half(h: Tensor, p: float) -> Tensor:
+    return F.dropout(h.bfloat16(), p).float()
+
+
+def _attention(h: Tensor, p: float) -> Tensor:
+    heads = h.view(1, 2, -1, 4)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=p).reshape(-1, 8)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "dropout": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4)), "1.p"),
+    "in_place": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5, True), nn.Linear(8, 4)), "1.p"),
+    "channels": (lambda: Channels(nn.Dropout2d(0.5)), "layer.p"),
+    "computed": (lambda: Scheduled(lambda h, v: F.dropout(h, v * 0.5 + 0.125)), "number"),
+    "half": (lambda: Scheduled(_in_half), "number"),
+    "attention": (lambda: Scheduled(_attention), "number"),
+    "heads": (Attending, "layer.dropout"),
+    "recurrent": (Recurrent, "layer.dropout"),
+    "statistics": (lambda: Channels(nn.BatchNorm2d(4)), "layer.momentum"),
+}
+
+
+def _set(model: nn.Module, path: str, value: float) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(model.get_submodule(owner), name, value)
+
+
+def _count(run: Any) -> int:
+    if isinstance(run, TrainingStep):
+        return len(run.records) + (state_of(run.pieces).backend.graphs if run.pieces is not None else 0)
+    return state_of(run).backend.graphs
+
+
+@pytest.mark.parametrize("way", ["step", "optimize"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_value_is_as_in_eager_execution(case: str, way: str) -> None:
+    torch.manual_seed(0)
+    build, path = CASES[case]
+    ours = build()
+    theirs = copy.deepcopy(ours)
+    optimizer, their_optimizer = (torch.optim.SGD(m.parameters(), 0.1) for m in (ours, theirs))
+    step = way == "step"
+    run: Any = (
+        dt.training_step(ours, F.mse_loss, optimizer, random="eager") if step else dt.optimize(ours, random="eager")
+    )
+    for t in range(STEPS):
+        number = 0.5 - 0.0625 * t
+        _set(ours, path, number), _set(theirs, path, number)
+        x, y = torch.randn(16, 8), torch.randn(16, 4)
+        state = torch.get_rng_state()
+        if step:
+            loss = run(x, y)
+        else:
+            optimizer.zero_grad()
+            (loss := F.mse_loss(run(x), y)).backward()
+            optimizer.step()
+        drawn = torch.get_rng_state()
+        torch.set_rng_state(state)
+        their_optimizer.zero_grad()
+        (expected := F.mse_loss(theirs(x), y)).backward()
+        their_optimizer.step()
+        assert torch.equal(drawn, torch.get_rng_state())
+        torch.testing.assert_close(loss.detach(), expected.detach())
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-4, atol=1e-5)  # float32, seven steps
+    assert _count(run) <= 2  # a constant, and from the first change on an input
