@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -123,3 +124,41 @@ def test_every_value_is_as_in_eager_execution(case: str, way: str) -> None:
         torch.testing.assert_close(loss.detach(), expected.detach())
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-4, atol=1e-5)  # float32, seven steps
     assert _count(run) <= 2  # a constant, and from the first change on an input
+
+
+class Noting(nn.Module):
+    """A network that notes numbers as people print them: rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.calls, self.rate, self.notes, self.norm = 0, 1.00245, list[Any](), dict[str, float]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        self.calls += 1
+        self.rate -= 0.0125
+        cosine = 1 - 0.1 * math.cos(math.pi * self.calls / 40)
+        self.notes.append((round(cosine, 4), round(self.rate, 4), f"{round(self.rate, 2)} of {self.calls}"))
+        self.norm = {"rate": round(self.rate * 10, 1), "cube": round(self.calls**3 / 7, -1)}
+        if round(self.rate, 2) > 0.95:
+            self.notes.append("warm")
+        return self.last(h) * cosine
+
+
+@pytest.mark.parametrize("way", ["step", "optimize"])
+def test_rounded_numbers_are_pythons(way: str) -> None:
+    torch.manual_seed(0)
+    ours = Noting()
+    theirs = copy.deepcopy(ours)
+    optimizer = torch.optim.SGD(ours.parameters(), 0.1)
+    run: Any = dt.training_step(ours, F.mse_loss, optimizer) if way == "step" else dt.optimize(ours)
+    for _ in range(8):
+        x, y = torch.randn(16, 8), torch.randn(16, 4)
+        if way == "step":
+            run(x, y)
+        else:
+            run(x)
+        theirs(x)
+        assert (ours.notes, ours.norm) == (theirs.notes, theirs.norm)
+    assert _count(run) <= 4  # constants, numbers, and the other side of the branch

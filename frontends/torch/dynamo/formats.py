@@ -13,6 +13,8 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
+from daceml_train.frontends.torch.dynamo.rounded import RoundedVariable
+
 CONVERSIONS = ("", "!s", "!r", "!a")
 _translators: Any = InstructionTranslatorBase
 _of_constants: Any = _translators._format_value
@@ -20,7 +22,7 @@ _of_constants: Any = _translators._format_value
 
 def _format_value(translator: Any, form: Any, flags: int) -> None:
     """A part of an f-string: the number on the stack in the format `form`."""
-    if not isinstance(translator.stack[-1], SymNodeVariable):
+    if not isinstance(translator.stack[-1], (SymNodeVariable, RoundedVariable)):
         _of_constants(translator, form, flags)
         return
     template = f"{{{CONVERSIONS[flags & 3]}:{form.as_python_constant()}}}"
