@@ -164,6 +164,8 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
         "torch._functorch.aot_autograd.aot_export_module",
         "torch._functorch.aot_autograd.aot_module_simplified",
         "torch._higher_order_ops.scan.scan",
+        "torch._numpy._dtypes_impl",
+        "torch._numpy._normalizations",
         "torch._higher_order_ops.while_loop.while_loop",
         "torch._ops.HigherOrderOperator",
         "torch._ops.OpOverload",

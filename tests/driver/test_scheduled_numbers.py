@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -162,3 +163,47 @@ def test_rounded_numbers_are_pythons(way: str) -> None:
         theirs(x)
         assert (ours.notes, ours.norm) == (theirs.notes, theirs.norm)
     assert _count(run) <= 4  # constants, numbers, and the other side of the branch
+
+
+class Statistics:
+    """Running statistics in NumPy, as agents normalize what they observe."""
+
+    def __init__(self) -> None:
+        self.mean, self.variance, self.count, self.bound = np.zeros(8), np.ones(8), 0, 4.0
+
+    def update(self, x: Any) -> None:
+        rows, self.bound = x.shape[0], self.bound * 0.9
+        shift = x.mean(0) - self.mean
+        self.mean = self.mean + shift * rows / (self.count + rows)
+        self.variance = (self.variance * self.count + x.var(0) * rows) / max(self.count + rows, 1)
+        self.count += rows
+        self.clipped = np.clip(self.mean, -self.bound, self.bound) + np.full(8, self.bound > 2)
+        self.ranks = np.arange(8) // self.count + np.maximum(self.mean.astype(np.float32), self.count)
+
+
+class Normalizing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics, self.layer = Statistics(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.statistics.update(x.numpy())
+        mean, deviation = (torch.as_tensor(a).float() for a in (self.statistics.mean, self.statistics.variance**0.5))
+        return self.layer((x - mean) / (deviation + 1e-4))
+
+
+def test_a_counter_beside_arrays_of_numpy_is_an_input() -> None:
+    torch.manual_seed(0)
+    ours = Normalizing()
+    theirs = copy.deepcopy(ours)
+    run = dt.optimize(ours)
+    for _ in range(6):
+        x = torch.randn(16, 8)
+        torch.testing.assert_close(run(x), theirs(x))
+        found, expected = (vars(m.statistics) for m in (ours, theirs))
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert np.asarray(found[name]).dtype == np.asarray(value).dtype, name
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
+    assert _count(run) <= 3  # constants, numbers, and the other answer to `bound > 2`
+    assert not state_of(run).backend.breaks
