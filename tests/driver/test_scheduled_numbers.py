@@ -60,6 +60,26 @@ class Attending(nn.Module):
         return self.last(self.layer(x[None], x[None], x[None], need_weights=False)[0][0])
 
 
+class Reversed(torch.autograd.Function):
+    """A reversed gradient, scaled by a number that is given and by one that is computed from it."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        context.scale, context.other = scale, scale * 2 + 1
+        context.save_for_backward(x)
+        return x.view_as(x), x * scale
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (x,) = context.saved_tensors
+        return -context.scale * gradients[0] + context.other * gradients[1] * x, None
+
+
+def _reversed(h: Tensor, scale: float) -> Tensor:
+    first, second = Reversed.apply(h, 2 / (1 + math.exp(-4 * scale)) - 1)
+    return first + second
+
+
 def _in_half(h: Tensor, p: float) -> Tensor:
     return F.dropout(h.bfloat16(), p).float()
 
@@ -74,6 +94,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "in_place": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5, True), nn.Linear(8, 4)), "1.p"),
     "channels": (lambda: Channels(nn.Dropout2d(0.5)), "layer.p"),
     "computed": (lambda: Scheduled(lambda h, v: F.dropout(h, v * 0.5 + 0.125)), "number"),
+    "function": (lambda: Scheduled(_reversed), "number"),
     "half": (lambda: Scheduled(_in_half), "number"),
     "attention": (lambda: Scheduled(_attention), "number"),
     "heads": (Attending, "layer.dropout"),

@@ -5,6 +5,7 @@ They exist for tracing only: translation turns each into an operator of ours, an
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses import FakeTensor
 
 from daceml_train.errors import Unsupported
 
@@ -101,7 +103,10 @@ def _attention(
 def _custom_vjp(key: int, xs: list[Tensor]) -> list[Tensor]:
     function = custom_functions.get()[key]
     assert isinstance(function, CustomFunction)
-    results = run_forward(function, xs)
+    environment = xs[0].fake_mode.shape_env if isinstance(xs[0], FakeTensor) else None
+    known = contextlib.nullcontext() if environment is None else environment.ignore_fresh_unbacked_symbols()
+    with known:  # numbers that the body reads of its tensors
+        results = run_forward(function, xs)
     if not all(isinstance(t, Tensor) for t in results):
         raise Unsupported("an autograd.Function that returns or saves what is not a tensor")
     return [torch.empty_like(t) for t in results]

@@ -17,7 +17,7 @@ from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
 from daceml_train.errors import DacemlError, Unsupported
-from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves, inner_gradients
+from daceml_train.frontends.torch.capture import gradient_hooks, graph_leaves, inner_gradients, number_operands
 from daceml_train.frontends.torch.capture.checkpointed import refuse_absent_gradients, refuse_repeated_changes
 from daceml_train.frontends.torch.capture.composed import REPLACED, REPLACED_IN_FUNCTORCH, REPLACED_METHODS
 from daceml_train.frontends.torch.capture.control import CONTROL, control_of
@@ -368,7 +368,7 @@ class _Interpreter(fx.Interpreter):
         return tuple(results)
 
     def _custom_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forward, backward, *operands = args
+        forward, backward, operands = number_operands.as_tensors(args[0], args[1], args[2:])
         where = str(origin(self.node))
         if kwargs.get("dirty_idx"):
             raise Unsupported("an autograd.Function that changes its input in place", where=where)
