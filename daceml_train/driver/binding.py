@@ -162,9 +162,9 @@ def laid_out(captured: Captured, outputs: Sequence[torch.Tensor], sizes: Mapping
         memory = tensor.untyped_storage()
         strides = None if source.strides is None else tuple(evaluate(s, sizes) for s in source.strides)
         if strides is not None and not same_strides(tensor, strides):
-            tensor = _copied(tensor, strides)
+            tensor = copied(tensor, strides)
         elif memory._cdata in owners or (source.whole and memory.nbytes() > tensor.nbytes):
-            tensor = _copied(tensor, tensor.stride() if strides is None else strides)
+            tensor = copied(tensor, tensor.stride() if strides is None else strides)
         if not tensor.is_inference() and tensor._version != source.version:
             torch._C._autograd._unsafe_set_version_counter((tensor,), (source.version,))
         owners.add(tensor.untyped_storage()._cdata)
@@ -172,8 +172,15 @@ def laid_out(captured: Captured, outputs: Sequence[torch.Tensor], sizes: Mapping
     return results
 
 
-def _copied(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+def copied(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """A copy of a tensor in these strides; elements along a stride of zero have to be equal."""
+    once = tensor
+    for dimension, stride in enumerate(strides):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            once = once.narrow(dimension, 0, 1)
+    copy = torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    copy.data.copy_(once)  # no change that its version counts
+    return copy if once is tensor else copy.expand(tensor.shape)
 
 
 SMALL = 4096
@@ -190,9 +197,7 @@ def apart(results: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> lis
         storage = result.untyped_storage()._cdata
         others = [s for s, own in zip(saved, memory, strict=True) if own == storage and s is not result]
         if others and result.numel() <= SMALL:
-            found[position] = torch.empty_strided(
-                result.shape, result.stride(), dtype=result.dtype, device=result.device
-            ).copy_(result)
+            found[position] = copied(result, result.stride())
             torch._C._autograd._unsafe_set_version_counter((found[position],), (result._version,))
         elif others:
             share_version(result, others)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from daceml_train.driver.binding import copied
 from daceml_train.errors import Unsupported
 from daceml_train.lowering.program import ProgramInput
 from daceml_train.runtime.native_guards import IdentityGuard
@@ -218,13 +219,7 @@ def in_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """The tensor, or a copy of it, in these strides; elements along a stride of zero have to be equal."""
     if same_strides(tensor, strides) and not is_unresolved(tensor):
         return tensor
-    once = tensor
-    for dimension, stride in enumerate(strides):
-        if stride == 0 and tensor.shape[dimension] > 1:
-            once = once.narrow(dimension, 0, 1)
-    copy = torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    copy.data.copy_(once)  # no change that its version counts
-    return copy if once is tensor else copy.expand(tensor.shape)
+    return copied(tensor, strides)
 
 
 def check_state(entry: ProgramInput, tensor: torch.Tensor, strides: tuple[int, ...]) -> None:

@@ -207,19 +207,20 @@ class BoundStep:
             if entry.name in by_name:
                 tensor, source = memory_of(by_name[entry.name]), sources[entry.name]
                 if id(tensor) in given:
-                    fits = same_strides(tensor, strides)
-                    self.arguments.append(Argument(position, given[id(tensor)], None if fits else strides))
+                    dense = same_strides(tensor, strides)
+                    self.arguments.append(Argument(position, given[id(tensor)], None if dense else strides))
                     continue
-                if not same_strides(tensor, strides) or is_unresolved(tensor):
-                    raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()}), or negated")
                 bound = id(tensor) in known or tensor is not by_name[entry.name]
+                fits = same_strides(tensor, strides) and not is_unresolved(tensor)
+                if not fits and (bound or entry.mutable or source.kind != "tensor"):  # what a step reads is copied
+                    raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()}), or negated")
                 if not bound and source.kind in ("tensor", "number"):
                     moving = self.effects is not None and not entry.mutable and entry.name not in captured.changes
                     text, states = self.bound_optimizer.in_state(source.source)
                     known_as = {"G": code_globals, "S": states}
                     self.followed.append(follow(text, scope, known_as, tensor, position, strides, moving))
-                    if self.followed[-1].number:
-                        self.host_positions.append(position)
+                    self.followed[-1].copied = not fits
+                    self.host_positions += [position] if self.followed[-1].number else []
             elif entry.name == SEED:
                 tensor = self.seed = torch.zeros((), dtype=torch.int64, device="cpu")
                 self.host_positions.append(position)
@@ -229,13 +230,12 @@ class BoundStep:
             else:
                 tensor = next(further)
                 check_state(entry, tensor, strides)
-                number = number_of.get(id(tensor))
-                if number is not None:
+                if (number := number_of.get(id(tensor))) is not None:
                     self.host_positions.append(position)
                     self.number_positions[position] = number
             (self.mutable if entry.mutable else fixed).append(tensor)
             self.alive.append(tensor)
-            self._put(position, tensor)
+            self._put(position, in_strides(tensor, strides))
         self._mirror_host_scalars()
         self.draws = {name: self.draws[name] for name in captured.draws if name in self.draws}  # in eager's order
         self.sizes = drawn_with(captured, by_name)
@@ -328,8 +328,8 @@ class BoundStep:
                 return None
             alive += copies
         for followed in self.followed:
-            if followed.moving and followed.tensor is not self.inputs[followed.position]:
-                tensor = followed.tensor
+            if followed.copied or (followed.moving and followed.tensor is not self.inputs[followed.position]):
+                tensor = in_strides(followed.tensor, followed.strides)
                 if tensor.untyped_storage()._cdata in self.updated:
                     alive.append(tensor := tensor.clone(memory_format=torch.preserve_format))
                 self._put(followed.position, tensor)

@@ -26,6 +26,8 @@ class SourceGuard:
     strides: tuple[int, ...]
     moving: bool
     """Whether another tensor of the same type may stand there."""
+    copied: bool = False
+    """Whether each call reads a copy in these strides: the tensor is not dense."""
 
     def holds(self, scope: dict[str, Any]) -> bool:
         """Whether a tensor that fits is still there; a number is updated."""
