@@ -185,6 +185,9 @@ def _check(step: TrainingStep, bound: BoundStep) -> None:
         "gradients that are kept": step.keep_gradients,
         "a model or a loss that changes Python objects": bound.effects is not None,
         "the first step of an optimizer, which creates its state": bound.first,
+        'random="eager" with a probability that each trial may have of its own': any(
+            draw.given for _, draw, _ in bound.draws.values()
+        ),
     }
     for what, found in left_out.items():
         if found:

@@ -32,6 +32,18 @@ class Scheduled(nn.Module):
         return self.last(self.function(self.first(x), self.number))
 
 
+class Counted(nn.Module):
+    """Dropout that falls with the calls, which the module counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.calls, self.unread = nn.Linear(8, 8), nn.Linear(8, 4), 0, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.last(F.dropout(self.first(x), 0.5 - 0.03 * self.calls))
+
+
 class Channels(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -93,7 +105,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4)), "1.p"),
     "in_place": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5, True), nn.Linear(8, 4)), "1.p"),
     "channels": (lambda: Channels(nn.Dropout2d(0.5)), "layer.p"),
-    "computed": (lambda: Scheduled(lambda h, v: F.dropout(h, v * 0.5 + 0.125)), "number"),
+    "computed": (lambda: Scheduled(lambda h, v: F.dropout(h, math.cos(3 * v) / 4 + 0.5 / (v + 1))), "number"),
+    "counted": (Counted, "unread"),
     "function": (lambda: Scheduled(_reversed), "number"),
     "half": (lambda: Scheduled(_in_half), "number"),
     "attention": (lambda: Scheduled(_attention), "number"),

@@ -251,12 +251,19 @@ def kept() -> Any:
     )
 
 
+def drawing() -> Any:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.25), nn.Linear(8, 4)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return dt.training_step(model, nn.functional.cross_entropy, optimizer, random="eager")
+
+
 @pytest.mark.parametrize(
     ("new", "message"),
     [
         (first_step, "the first step of an optimizer"),
         (counting, "changes Python objects"),
         (kept, "gradients that are kept"),
+        (drawing, "a probability that each trial may have"),
     ],
 )
 def test_refusals(new: Callable[[], Any], message: str) -> None:

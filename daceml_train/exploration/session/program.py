@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from daceml_train.driver.binding import random_inputs
 from daceml_train.driver.function import run_with_layout
 from daceml_train.driver.goals import compile_differentiable
 from daceml_train.driver.settings import Settings
@@ -43,7 +44,7 @@ class Inputs:
         tensors = {name: tensor.detach() for name, tensor in subject.seen.tensors.items()}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(DRAWN)
-            tensors |= {name: draw({}) for name, draw in captured.draws.items()}
+            tensors |= random_inputs(captured, tensors)
         if SEED in captured.graph.inputs:
             tensors[SEED] = torch.tensor(DRAWN, dtype=torch.int64)
         return Inputs(tensors)

@@ -5,7 +5,10 @@ A program that takes them as inputs cannot leave one out, repeat one, or draw in
 
 from __future__ import annotations
 
+import ast
+import builtins
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +17,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
 
 from daceml_train.errors import Unsupported
 from daceml_train.frontends.torch import types
@@ -47,6 +51,10 @@ class Like:
     device: torch.device = torch.device("cpu")
 
 
+_KNOWN = {"math": math, "torch": torch}
+"""What PyTorch writes numbers with in Python."""
+
+
 @dataclass(frozen=True)
 class Given:
     """A number that is computed from inputs of the graph: an expression, and its symbols with the inputs' names."""
@@ -54,13 +62,26 @@ class Given:
     expression: sympy.Expr
     inputs: tuple[tuple[str, str], ...]
 
+    def __post_init__(self) -> None:
+        assert self._function
+
     def __call__(self, values: Mapping[str, float]) -> float:
         """The number for these values of the symbols."""
         return self._function(*(values[symbol] for symbol, _ in self.inputs))
 
     @functools.cached_property
     def _function(self) -> Callable[..., float]:
-        found: Callable[..., float] = sympy.lambdify([s for s, _ in self.inputs], self.expression, modules="math")
+        """The expression in Python. Raises `Unsupported` for functions that Python does not have."""
+        names = [symbol for symbol, _ in self.inputs]
+        text = f"lambda {', '.join(names)}: {PythonPrinter().doprint(self.expression)}"
+        unknown = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)} - {
+            *names,
+            *_KNOWN,
+            *dir(builtins),
+        }
+        if unknown:
+            raise Unsupported(f"random numbers that depend on {self.expression}")
+        found: Callable[..., float] = eval(text, dict(_KNOWN))
         return found
 
     def __reduce__(self) -> Any:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import collections
 import functools
-import sys
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch._dynamo.exc import unimplemented
@@ -27,21 +26,20 @@ LENGTHS = 2
 
 @dataclass
 class _Seen:
-    """What the traces of one function have seen, by TorchDynamo's name of a container."""
+    """A container as the traces of one function have seen it."""
 
-    lengths: dict[str, int] = field(default_factory=dict)
-    """The length at the last trace."""
-    changes: collections.Counter[str] = field(default_factory=collections.Counter)
+    length: int
+    """At the last trace."""
+    changes: int = 0
     """How often a trace found another length than the one before."""
 
 
-_seen: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
+_seen: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], _Seen]] = weakref.WeakKeyDictionary()
+"""Code of a function -> by TorchDynamo's names and addresses, the containers that its traces looked into."""
 _changed: dict[int, type] = {}
 """Addresses of lists that traced functions change, and their types."""
 _OF_MODULES = ("_modules", "_parameters", "_buffers", "_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 """How names of dictionaries end in which modules hold what they consist of."""
-_growing: dict[int, int] = {}
-"""Address of such a container that breaks graphs -> its length then. It grows; another one there begins smaller."""
 
 
 def look_into(builder: Any, value: Any) -> None:
@@ -49,16 +47,12 @@ def look_into(builder: Any, value: Any) -> None:
     root, name = builder.tx.output.root_tx, builder.source.name
     if not traces.depth or root is None or root.one_graph or name.endswith(_OF_MODULES):
         return
-    seen = _seen.setdefault(root.f_code, _Seen())
-    before = seen.lengths.get(name)
-    seen.lengths[name] = len(value)
+    seen = _seen.setdefault(root.f_code, {}).setdefault((name, id(value)), _Seen(len(value)))
+    before, seen.length = seen.length, len(value)
     if isinstance(value, (list, collections.deque)) and _changed.get(id(value)) is not type(value):
         return  # a list that the user's program changes between calls, of layers for instance
-    if before not in (None, len(value)):
-        seen.changes[name] += 1
-        if seen.changes[name] >= LENGTHS:
-            _growing[id(value)] = len(value)
-    if len(value) >= _growing.get(id(value), sys.maxsize):
+    seen.changes += before != seen.length
+    if seen.changes >= LENGTHS:
         unimplemented(
             gb_type="a container that grows",
             context=name,

@@ -149,6 +149,8 @@ class Translator:
     def number(self, symbol: str, value: Value) -> None:
         """Say that `value`, a 0-d array, holds the number for which PyTorch writes `symbol`."""
         self._numbers[symbol] = value
+        if value.name in self.graph.inputs:
+            self._read_from[symbol] = value.name
 
     def count_streams_with(self, other: Translator) -> None:
         """Number random operators after those that `other` has numbered: they share a seed."""
