@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.programs import flow, host, page, state, structures
+from benchmarks.programs import flow, host, page, schedules, state, structures
 from benchmarks.programs.compared import step_differs, updates_differ
 from benchmarks.programs.program import PROGRAMS
 from benchmarks.programs.way import OURS, WAYS, Way
 
-MODULES = (state, flow, host, structures)
+MODULES = (state, schedules, flow, host, structures)
 """Importing them registers the programs."""
 STEPS, SECONDS = 24, 60.0
 """Steps of each way, and seconds after which a way takes no further step."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +28,8 @@ def differs(ours: Any, theirs: Any, path: str = "") -> str:
         return f"{path}: {type(ours).__name__} instead of {type(theirs).__name__}"
     if isinstance(theirs, Tensor):
         return _tensors_differ(ours, theirs, path)
+    if isinstance(theirs, np.ndarray):
+        return _tensors_differ(torch.from_numpy(ours), torch.from_numpy(theirs), path)
     if isinstance(theirs, float):
         same = ours == theirs or math.isclose(ours, theirs, rel_tol=ROUNDING, abs_tol=ROUNDING)
         return "" if same else f"{path}: {ours} instead of {theirs}"

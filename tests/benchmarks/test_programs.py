@@ -1,5 +1,6 @@
 """The imperative programs: each is registered once, runs, and what differs from eager execution is noticed."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,8 +12,8 @@ from benchmarks.programs.way import Way
 from daceml_train.driver.step import TrainingStep
 
 
-def test_the_programs_span_state_flow_libraries_and_structures() -> None:
-    assert len(PROGRAMS) >= 24 and len(MODULES) == 4
+def test_the_programs_span_state_schedules_flow_libraries_and_structures() -> None:
+    assert len(PROGRAMS) >= 24 and len(MODULES) == 5
     assert {program.__module__ for program in PROGRAMS.values()} == {module.__name__ for module in MODULES}
 
 
@@ -30,6 +31,7 @@ def test_what_differs_is_named() -> None:
     assert not differs({"a": [1, 2.0, torch.ones(2)]}, {"a": [1, 2.0 + 1e-6, torch.ones(2)]})
     assert differs([1], [1, 2]) and differs(1, 1.0) and differs({"b": 1}, {"a": 1}) and differs("a", "b")
     assert differs(torch.ones(2), torch.ones(2) * 1.01) and differs(torch.ones(2), torch.ones(2).double())
+    assert differs(np.ones(2), np.ones(2) * 1.01) and not differs(np.ones(2), np.ones(2))
     assert not printed_differs("std 0.5738\n", "std 0.5739\n")
     assert printed_differs("std 0.5737600922584534\n", "std 0.5738\n")  # a format that was lost
     assert (
