@@ -31,7 +31,7 @@ from daceml_train.driver.distribution import described, rows_of
 from daceml_train.driver.fully_sharded import memory_of
 from daceml_train.driver.goals import WholeStep
 from daceml_train.driver.selected import SelectedInputs
-from daceml_train.driver.source_guard import SourceGuard, follow
+from daceml_train.driver.source_guard import ARRAY, SourceGuard, follow, tensor_of
 from daceml_train.errors import DeviceMismatch, Unsupported
 from daceml_train.frontends.torch.capture.capture import Captured
 from daceml_train.frontends.torch.capture.rng_draws import Draw
@@ -206,20 +206,20 @@ class BoundStep:
             strides = tuple(self.plan.value(s) for s in entry.strides)
             if entry.name in by_name:
                 tensor, source = memory_of(by_name[entry.name]), sources[entry.name]
+                fits = same_strides(tensor, strides)
                 if id(tensor) in given:
-                    dense = same_strides(tensor, strides)
-                    self.arguments.append(Argument(position, given[id(tensor)], None if dense else strides))
+                    self.arguments.append(Argument(position, given[id(tensor)], None if fits else strides))
                     continue
+                fits = fits and not is_unresolved(tensor)
                 bound = id(tensor) in known or tensor is not by_name[entry.name]
-                fits = same_strides(tensor, strides) and not is_unresolved(tensor)
                 if not fits and (bound or entry.mutable or source.kind != "tensor"):  # what a step reads is copied
                     raise Unsupported(f"{entry.path} is not dense in memory (strides {tensor.stride()}), or negated")
                 if not bound and source.kind in ("tensor", "number"):
-                    moving = self.effects is not None and not entry.mutable and entry.name not in captured.changes
                     text, states = self.bound_optimizer.in_state(source.source)
-                    known_as = {"G": code_globals, "S": states}
+                    known_as = {"G": code_globals, "S": states, ARRAY: tensor_of}
+                    moving = self.effects is not None or text.startswith(ARRAY)
+                    moving = moving and not entry.mutable and entry.name not in captured.changes
                     self.followed.append(follow(text, scope, known_as, tensor, position, strides, moving))
-                    self.followed[-1].copied = not fits
                     self.host_positions += [position] if self.followed[-1].number else []
             elif entry.name == SEED:
                 tensor = self.seed = torch.zeros((), dtype=torch.int64, device="cpu")

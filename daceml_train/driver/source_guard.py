@@ -6,9 +6,20 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from daceml_train.driver.bound_optimizer import is_unresolved
 from daceml_train.errors import Unsupported
+from daceml_train.runtime.gpu.plan import same_strides
+
+ARRAY = "___from_numpy"
+"""What TorchDynamo calls for a tensor with an array's memory; it is another one at each call."""
+
+
+def tensor_of(array: Any) -> torch.Tensor | None:
+    """A tensor with the memory of an array; None for a number of NumPy's, which has none that lasts."""
+    return torch.as_tensor(array, device="cpu") if isinstance(array, np.ndarray) else None
 
 
 @dataclass
@@ -26,7 +37,7 @@ class SourceGuard:
     strides: tuple[int, ...]
     moving: bool
     """Whether another tensor of the same type may stand there."""
-    copied: bool = False
+    copied: bool
     """Whether each call reads a copy in these strides: the tensor is not dense."""
 
     def holds(self, scope: dict[str, Any]) -> bool:
@@ -69,9 +80,11 @@ def follow(
     except Exception as error:
         raise Unsupported(f"a tensor that cannot be found at the next call ({source})") from error
     number = isinstance(found, float | int) and tensor.ndim == 0
-    if not number and found is not tensor:
+    shared = source.startswith(ARRAY) and moving and _alike(found, tensor)
+    if not number and found is not tensor and not shared:
         raise Unsupported(f"a tensor that each call creates ({source})")
     if not number and tensor.requires_grad and not tensor.is_leaf:
         raise Unsupported(f"a tensor that carries a gradient from before the step ({source})")
     moving = moving and not number and not tensor.requires_grad
-    return SourceGuard(code, known, tensor, number, position, strides, moving)
+    copied = not same_strides(tensor, strides) or is_unresolved(tensor)
+    return SourceGuard(code, known, tensor, number, position, strides, moving, copied)

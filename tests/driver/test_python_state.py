@@ -157,12 +157,16 @@ def test_programs_are_for_structures(kind: type[Model], way: str, tmp_path: Path
 
 @pytest.mark.parametrize("way", ["step", "optimize"])
 def test_a_storm_of_recompilations_ends_and_is_named(way: str, tmp_path: Path) -> None:
-    """TorchDynamo compiles once for each length of a list that is read."""
+    """TorchDynamo compiles once for each length of a tuple."""
 
     class Listing(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: tuple[Tensor, ...] = ()
+
         def forward(self, x: Tensor) -> Tensor:
             h = self.l(x)
-            self.seen.append(h.detach().mean())
+            self.seen = (*self.seen, h.detach().mean())
             return h.tanh() + torch.stack(self.seen).mean()
 
     with warnings.catch_warnings(record=True) as caught:

@@ -212,6 +212,8 @@ class Statistics:
         self.variance = (self.variance * self.count + x.var(0) * rows) / max(self.count + rows, 1)
         self.count += rows
         self.clipped = np.clip(self.mean, -self.bound, self.bound) + np.full(8, self.bound > 2)
+        self.level, self.spread = self.mean.mean(), np.sqrt(self.variance).max().astype(np.float32)
+        self.kept, self.first = np.squeeze(self.mean[:1]), f"{x[0, 0]:.3f} {self.level:.3f}"
         self.ranks = np.arange(8) // self.count + np.maximum(self.mean.astype(np.float32), self.count)
 
 
@@ -226,18 +228,28 @@ class Normalizing(nn.Module):
         return self.layer((x - mean) / (deviation + 1e-4))
 
 
-def test_a_counter_beside_arrays_of_numpy_is_an_input() -> None:
+@pytest.mark.parametrize("way", ["step", "optimize"])
+def test_a_counter_beside_arrays_of_numpy_is_an_input(way: str) -> None:
     torch.manual_seed(0)
     ours = Normalizing()
     theirs = copy.deepcopy(ours)
-    run = dt.optimize(ours)
-    for _ in range(6):
-        x = torch.randn(16, 8)
-        torch.testing.assert_close(run(x), theirs(x))
+    optimizer = torch.optim.SGD(ours.parameters(), 0.0)  # parameters stay, so that the other model needs no training
+    run: Any = dt.training_step(ours, F.mse_loss, optimizer) if way == "step" else dt.optimize(ours)
+    for t in range(6):
+        x, y = torch.randn(16, 8), torch.zeros(16, 4)
+        if way == "step":
+            torch.testing.assert_close(run(x, y), F.mse_loss(theirs(x), y))
+        else:
+            torch.testing.assert_close(run(x), theirs(x))
+        if t == 3:  # by the user, in place and another array
+            for model in (ours, theirs):
+                model.statistics.mean[0], model.statistics.variance = 0.5, np.full(8, 2.0)
         found, expected = (vars(m.statistics) for m in (ours, theirs))
         assert found.keys() == expected.keys()
         for name, value in expected.items():
+            assert type(found[name]) is type(value), name
             assert np.asarray(found[name]).dtype == np.asarray(value).dtype, name
-            np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
+            if not isinstance(value, str):
+                np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
     assert _count(run) <= 3  # constants, numbers, and the other answer to `bound > 2`
-    assert not state_of(run).backend.breaks
+    assert not (run.breaks if way == "step" else state_of(run).backend.breaks)
