@@ -46,7 +46,7 @@ class Reversal(torch.autograd.Function):
 
 @named("domain adversary")
 class DomainAdversary(Program):
-    """A domain classifier behind a reversed gradient, whose scale grows as in the paper by Ganin et al. (2016)."""
+    """A domain classifier after a reversed gradient, whose scale grows as in the paper by Ganin et al. (2016)."""
 
     def __init__(self) -> None:
         super().__init__()
