@@ -23,11 +23,11 @@ def as_tensors(
     tensors = {number: node for node, number in _read(forward, given).items()}
     (output,) = forward.graph.find_nodes(op="output")
     results, saved = output.args[0][0], list(output.args[0][1])
-    numbers = {i for i, node in enumerate(saved) if isinstance(node, fx.Node) and _is_float(node, tensors)}
+    numbers = {i for i, node in enumerate(saved) if node in tensors or _is_float(node)}
     with forward.graph.inserting_before(output):
         for i in numbers:
             number = saved[i]
-            saved[i] = tensors[number] if number in tensors else _tensor(forward.graph, number)
+            saved[i] = tensors[number] if number in tensors else forward.graph.call_function(_scalar, (number,))
     output.args = ((results, tuple(saved), *output.args[0][2:]),)
     count = len(results) if isinstance(results, tuple | list) else 1
     _read(backward, {count + i for i in numbers})
@@ -48,12 +48,8 @@ def _read(body: fx.GraphModule, places: Iterable[int]) -> dict[fx.Node, fx.Node]
     return numbers
 
 
-def _is_float(node: fx.Node, read: dict[fx.Node, fx.Node]) -> bool:
-    return node in read or isinstance(example_of(node), torch.SymFloat)
-
-
-def _tensor(graph: fx.Graph, number: fx.Node) -> fx.Node:
-    return graph.call_function(_scalar, (number,))
+def _is_float(saved: Any) -> bool:
+    return isinstance(saved, fx.Node) and isinstance(example_of(saved), torch.SymFloat)
 
 
 def _scalar(number: Any) -> torch.Tensor:

@@ -36,8 +36,8 @@ class _Seen:
 
 _seen: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], _Seen]] = weakref.WeakKeyDictionary()
 """Code of a function -> by TorchDynamo's names and addresses, the containers that its traces looked into."""
-_changed: dict[int, type] = {}
-"""Addresses of lists that traced functions change, and their types."""
+_changed: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""Code of a function -> TorchDynamo's names of the lists that it changes."""
 _OF_MODULES = ("_modules", "_parameters", "_buffers", "_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 """How names of dictionaries end in which modules hold what they consist of."""
 
@@ -49,7 +49,7 @@ def look_into(builder: Any, value: Any) -> None:
         return
     seen = _seen.setdefault(root.f_code, {}).setdefault((name, id(value)), _Seen(len(value)))
     before, seen.length = seen.length, len(value)
-    if isinstance(value, (list, collections.deque)) and _changed.get(id(value)) is not type(value):
+    if isinstance(value, (list, collections.deque)) and name not in _changed.get(root.f_code, ()):
         return  # a list that the user's program changes between calls, of layers for instance
     seen.changes += before != seen.length
     if seen.changes >= LENGTHS:
@@ -78,9 +78,7 @@ def _install() -> None:
         mutation(self, variable)
         source, output = variable.source, self.output_graph_weakref()
         if traces.depth and source is not None and isinstance(variable, CommonListMethodsVariable):
-            frame = output.root_tx
-            value = source.get_value({"G": frame.f_globals, "L": frame.f_locals}, {}, {})
-            _changed[id(value)] = type(value)
+            _changed.setdefault(output.root_tx.f_code, set()).add(source.name)
 
     builders._wrap, effects.mutation = wrap_value, note_mutation
 
